@@ -1,0 +1,41 @@
+# make demo  - quantize a small CNN on real digits        make test  - everything that must be green
+# make check - format, lint, types (seconds)              make bench - benchmarks, as ratios
+PYTHON ?= python3
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+WORKERS ?= 2
+
+.PHONY: demo test check format bench clean
+.DEFAULT_GOAL := test
+
+# One set-up for all targets: made once, made again only when the dependencies change.
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)
+	@$(PY) -m sparsebit.cli.demo
+
+check: $(READY)
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+
+format: $(READY)
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+test: check
+	@$(PY) -m pytest -n $(WORKERS)
+
+bench: $(READY)
+	@$(PY) benchmarks/calibration.py
+	@$(PY) benchmarks/fake_quant.py
+	@$(PY) benchmarks/build.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -1,0 +1,45 @@
+"""Sparsebit: quantize, prune and ship PyTorch models.
+
+    qmodel = sparsebit.quantize(model, batches)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "1.0.0.dev0"
+__all__ = ["QuantConfig", "QuantModel", "__version__", "quantize"]
+
+if TYPE_CHECKING:
+    from sparsebit.quantization import QuantModel
+    from sparsebit.quantization.quant_config import QuantConfig
+
+
+def quantize(
+    model: Any, batches: Any, config: Any = None, *, asym: bool = False, progress: bool | None = None
+) -> QuantModel:
+    """A calibrated, quantizing copy of `model`.
+
+    batches   tensors, tuples of arguments, dicts of keyword arguments, or a DataLoader of (x, y).
+    config    a YAML path, a mapping, a QuantConfig or a preset name; None is a W8A8 that suits onnxruntime.
+    asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
+    progress  show a progress bar; None: only on a terminal.
+    """
+    from sparsebit.quantization import QuantModel
+
+    qmodel = QuantModel(model, config).calibrate(batches, asym=asym, progress=progress)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    return qmodel
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need torch's heavier parts load when they are first used."""
+    if name == "QuantModel":
+        from sparsebit.quantization import QuantModel
+
+        return QuantModel
+    if name == "QuantConfig":
+        from sparsebit.quantization.quant_config import QuantConfig
+
+        return QuantConfig
+    raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")

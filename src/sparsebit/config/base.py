@@ -1,0 +1,266 @@
+"""Config: a section of typed options. Frozen by default, readable as `cfg.W.QUANTIZER.BIT`, written as YAML.
+
+The verbs of yacs (`clone defrost merge_from_list merge_from_file freeze dump`) work on it, so that scripts
+written for the original configs keep running; `override` is the short way to a changed copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, model_validator
+
+from sparsebit.config import schema
+from sparsebit.config.messages import explain, show, unknown_option
+from sparsebit.config.values import choices, fold
+from sparsebit.config.yaml_io import read_yaml, write_yaml
+from sparsebit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Config(BaseModel):
+    """Base of every section, and of the `Params` of a plug-in. Give every option a default.
+
+    Types are strict (no "8" or true for an integer), an integer may stand for a float, and a Literal of
+    strings is read in any letter case, with `-` or `_`.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    _frozen: bool = PrivateAttr(default=True)
+
+    def __init__(self, /, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError(explain(error, type(self))) from None
+
+    # pydantic calls __init__ of nested models only if they changed it; ours only translates the error of the
+    # outermost one, and must not hide from pydantic where in the tree a problem is
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    # -- what a subclass may define ------------------------------------------------------------------
+    @classmethod
+    def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Rewrite old spellings before validation; keys are lower-case here."""
+        return options
+
+    def verify(self) -> None:
+        """Raise ConfigError for options that do not go together; text may start with `KEY: `."""
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        """How an option's name is stored."""
+        return name.lower()
+
+    @classmethod
+    def section(cls, name: str) -> type[Config] | None:
+        """The class of the option `name` if it is a section."""
+        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
+        return kind if isinstance(kind, type) and issubclass(kind, Config) else None
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        return [name.upper() for name in cls.model_fields]
+
+    def _absent(self, key: str) -> Any:
+        """The value of an option that is no field and was not given; AttributeError if there is none."""
+        raise AttributeError(key)
+
+    # -- reading -------------------------------------------------------------------------------------
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        if isinstance(data, Config):
+            data = data._options()  # sections are never shared between two configs
+        if data is None:
+            data = {}  # `OBSERVER:` with nothing below it
+        if not hasattr(data, "items"):
+            raise ConfigError(f"expected a section of options (KEY: value), got {show(data)}")
+        options: dict[str, Any] = {}
+        for given, value in data.items():
+            key = cls.key(str(given))
+            if key in options:
+                raise ConfigError(f"{key.upper()}: given twice, in two spellings; keep one of them")
+            if isinstance(value, str):
+                value = choices(cls).get(key, {}).get(fold(value), value)
+            options[key] = value
+        return cls.prepare(options)
+
+    @model_validator(mode="after")
+    def _verify(self, info: ValidationInfo) -> Self:
+        # while a defrosted config is edited key by key, options need not go together yet
+        if not (info.context or {}).get("draft"):
+            self.verify()
+        return self
+
+    @classmethod
+    def _build(cls, data: Any, draft: bool = False) -> Self:
+        try:
+            return cls.model_validate(data, context={"draft": draft})
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls)) from None
+
+    @classmethod
+    def load(cls, source: Any) -> Self:
+        """From a YAML file, a mapping, or another config (checked and copied). The result is frozen."""
+        if not isinstance(source, (str, os.PathLike)):
+            return cls._build(source)
+        data = read_yaml(source)
+        try:
+            return cls._build(data)
+        except ConfigError as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in {os.fspath(source)}")
+            raise
+
+    def _options(self) -> dict[str, Any]:
+        return {**self.__dict__, **(self.__pydantic_extra__ or {})}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            return super().__getattr__(name)  # type: ignore[misc]
+        key = self.key(name)
+        if key != name and (key in type(self).model_fields or hasattr(type(self), key)):
+            return getattr(self, key)
+        if key in (self.__pydantic_extra__ or {}):
+            return self._options()[key]
+        try:
+            return self._absent(key)
+        except AttributeError:
+            what = unknown_option(name, self.option_names())
+            raise AttributeError(f"{type(self).__name__}.{name}: {what}") from None
+
+    # -- writing -------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """Upper-case keys and JSON-like values: what the YAML file would hold."""
+        plain = self.model_dump(mode="json")
+        return {
+            name.upper(): value.to_dict() if isinstance(value, Config) else plain[name]
+            for name, value in self._options().items()
+        }
+
+    def dump(self) -> str:
+        """The config as YAML."""
+        return write_yaml(self.to_dict())
+
+    __str__ = dump
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and type(self) is type(other) and self._options() == other._options()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON schema of the YAML."""
+        return schema.object_schema(cls)
+
+    # -- changing ------------------------------------------------------------------------------------
+    def override(self, *pairs: Any) -> Self:
+        """A changed, frozen copy: `cfg.override("W.QUANTIZER.BIT", 4, "A.OBSERVER.TYPE", "mse")`."""
+        return type(self)._build(self._changed(pairs))
+
+    def clone(self) -> Self:
+        return copy.deepcopy(self)
+
+    def is_frozen(self) -> bool:
+        return self._frozen
+
+    def defrost(self) -> None:
+        """Allow assignments, here and in every section below."""
+        self._mark(False)
+
+    def freeze(self) -> None:
+        """Check everything, also across sections, and refuse assignments from here on."""
+        self._adopt(type(self)._build(self))
+        self._mark(True)
+
+    def merge_from_list(self, pairs: Sequence[Any]) -> None:
+        """`[KEY, value, KEY, value, ...]`; values may be text from a command line, as with yacs."""
+        self._refuse_if_frozen("merge_from_list")
+        self._apply([_literal(item) if i % 2 else item for i, item in enumerate(pairs)])
+
+    def merge_from_file(self, path: str | os.PathLike[str]) -> None:
+        self._refuse_if_frozen("merge_from_file")
+        self._adopt(type(self)._build(self._merged(read_yaml(path)), draft=True))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            return super().__setattr__(name, value)
+        self._refuse_if_frozen(name.upper())
+        self._apply([name, value])
+
+    def _refuse_if_frozen(self, what: str) -> None:
+        if self._frozen:
+            raise ConfigError(
+                f"{what}: this config is frozen; cfg.override('KEY', value) gives a changed copy, "
+                f"clone() and defrost() one that can be edited"
+            )
+
+    def _apply(self, pairs: Sequence[Any]) -> None:
+        self._adopt(self._changed(pairs))
+
+    def _changed(self, pairs: Sequence[Any]) -> Self:
+        """A copy with `KEY, value, ...` set one after the other; not yet checked across options."""
+        if len(pairs) % 2:
+            raise ConfigError(
+                f"expected KEY, value, KEY, value, ..., got {len(pairs)} items: {show(list(pairs))}"
+            )
+        new = self
+        for path, value in zip(pairs[::2], pairs[1::2]):
+            if not isinstance(path, str):
+                raise ConfigError(f"expected a key such as 'QUANTIZER.BIT', got {show(path)}")
+            for part in reversed(path.split(".")):
+                value = {part: value}
+            new = type(self)._build(new._merged(value), draft=True)
+        return new
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with `changes` on top; sections are merged key by key."""
+        options = self._options()
+        for name, value in changes.items():
+            key = self.key(str(name))
+            old = options.get(key)
+            options[key] = (
+                old._merged(value) if isinstance(old, Config) and hasattr(value, "items") else value
+            )
+        return options
+
+    def _adopt(self, new: Config) -> None:
+        """Take the values of `new` in place, so that references to sections stay good."""
+        mine, theirs = self._options(), new._options()
+        for name in mine.keys() - theirs.keys():
+            del self.__pydantic_extra__[name]  # type: ignore[union-attr]
+        for name, value in theirs.items():
+            if isinstance(value, Config) and type(mine.get(name)) is type(value):
+                mine[name]._adopt(value)
+            else:
+                self._set(name, value)
+
+    def _set(self, name: str, value: Any) -> None:
+        if isinstance(value, Config):
+            value._mark(self._frozen)
+        store = self.__dict__ if name in type(self).model_fields else self.__pydantic_extra__
+        store[name] = value  # type: ignore[index]
+
+    def _mark(self, frozen: bool) -> None:
+        self._frozen = frozen
+        for value in self._options().values():
+            if isinstance(value, Config):
+                value._mark(frozen)
+
+
+def _literal(value: Any) -> Any:
+    """'4' -> 4, 'True' -> True; everything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value

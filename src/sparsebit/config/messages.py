@@ -1,0 +1,91 @@
+"""Turns pydantic's errors into lines that say where, what, and what to do, one line per problem."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from sparsebit.config.base import Config
+
+EXPECTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "dict": "a mapping",
+}
+STARTS_WITH_KEY = re.compile(r"[A-Z][A-Z0-9_+]*(\.[A-Z0-9_+]+)*(\[|: )")
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """`; did you mean BIT?`, or nothing when no option is close."""
+    by_lower = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+
+
+def unknown_option(name: str, options: Sequence[str]) -> str:
+    known = f"; options are {', '.join(options)}" if options else "; there are no options here"
+    return f"unknown option{did_you_mean(name, options) or known}"
+
+
+def show(value: Any) -> str:
+    return _short.repr(value)
+
+
+def explain(error: ValidationError, cls: type[Config]) -> str:
+    """All problems of one validation; each line starts with the full upper-case key path."""
+    lines = []
+    for item in error.errors(include_url=False):
+        path = key_path(item["loc"])
+        lines += [under(path, text) for text in _describe(item, cls).splitlines()]
+    return "\n".join(lines)
+
+
+def key_path(loc: Sequence[str | int]) -> str:
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part.upper()}"
+    return path.lstrip(".")
+
+
+def under(path: str, text: str) -> str:
+    """Put `text` below a key path; a text that starts with a key of its own continues the path."""
+    if not path or text.startswith("["):
+        return path + text
+    return f"{path}.{text}" if STARTS_WITH_KEY.match(text) else f"{path}: {text}"
+
+
+def _describe(item: Any, cls: type[Config]) -> str:
+    kind, value = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        section = _section(cls, item["loc"][:-1])
+        return unknown_option(str(item["loc"][-1]), section.option_names() if section else [])
+    if kind == "literal_error":
+        options = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return f"{show(value)} is not one of {', '.join(options)}{did_you_mean(str(value), options)}"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "missing":
+        return "this option has no default and must be given"
+    noun = EXPECTED.get(kind.split("_")[0])
+    if noun and kind.endswith(("_type", "_from_float", "_parsing")):
+        return f"expected {noun}, got {show(value)}"
+    return f"{item['msg'].replace('Input should be', 'must be')}, got {show(value)}"
+
+
+def _section(cls: type[Config], loc: Sequence[str | int]) -> type[Config] | None:
+    """The class of the section at `loc`, to know which options there are."""
+    section: type[Config] | None = cls
+    for part in loc:
+        section = section.section(str(part)) if section else None
+    return section

@@ -1,0 +1,112 @@
+"""A section with a TYPE, where every registered plug-in brings the options of a sub-section of its own.
+
+`OBSERVER: {TYPE: percentile, PERCENTILE: {ALPHA: 0.01}}` is checked against `Params` of the class that is
+registered as "percentile", so a new plug-in needs no edit here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
+
+from sparsebit.config import schema
+from sparsebit.config.base import Config
+from sparsebit.config.messages import unknown_option
+from sparsebit.errors import ConfigError
+from sparsebit.registry import Registry, plain_name
+
+
+class _Given(NamedTuple):
+    """What the file says about the plug-in `name`, on its way to the validator."""
+
+    owner: type[PluginConfig]
+    name: str
+    value: Any
+
+
+def _read_params(given: _Given, info: ValidationInfo) -> Config:
+    params = given.owner.section(given.name)
+    if params is None:
+        raise ConfigError(unknown_option(given.name, given.owner.option_names()))
+    return params.model_validate(given.value, context=info.context)
+
+
+Section = type[Config]  # inside the class below, `type` is an option
+
+
+class PluginConfig(Config):
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_read_params)]]
+
+    type: str
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        """Where TYPE is looked up; imports it late, because plug-ins import configs."""
+        raise NotImplementedError
+
+    @property
+    def plugin(self) -> Any:
+        """The class that TYPE names."""
+        return self.registry()[self.type]
+
+    def params(self, name: str | None = None) -> Any:
+        """Options of the selected plug-in, or of the one called `name`; defaults where nothing was given."""
+        name = str(plain_name(name or self.type))
+        given = (self.__pydantic_extra__ or {}).get(name)
+        return given if given is not None else _params_class(self.registry()[name])()
+
+    @field_validator("type")
+    @classmethod
+    def _registered(cls, value: str) -> str:
+        registry = cls.registry()
+        if value not in registry:
+            raise ConfigError(f"{value!r} is not a registered {registry.what}{registry.hint(value)}")
+        return str(plain_name(value))
+
+    @classmethod
+    def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return {k: v if k in cls.model_fields else _Given(cls, k, v) for k, v in options.items()}
+
+    @classmethod
+    def key(cls, name: str) -> str:
+        return name.lower() if name.lower() in cls.model_fields else str(plain_name(name))
+
+    @classmethod
+    def section(cls, name: str) -> Section | None:
+        if name in cls.model_fields:
+            return super().section(name)
+        return _params_class(cls.registry()[name]) if name in cls.registry() else None
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        return super().option_names() + list(cls._sections())
+
+    @classmethod
+    def _sections(cls) -> dict[str, Section]:
+        """Plug-ins that have options, by key."""
+        found = {str(name).upper(): _params_class(plugin) for name, plugin in cls.registry().items()}
+        return {name: params for name, params in found.items() if params.model_fields}
+
+    def _absent(self, key: str) -> Any:
+        if key not in self.registry():
+            raise AttributeError(key)
+        params = self.params(key)
+        if not self.is_frozen():
+            self._set(key, params)  # so that `cfg.OBSERVER.PERCENTILE.ALPHA = 0.01` is kept
+        return params
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        section = super().json_schema()
+        kind = section["properties"]["TYPE"]
+        kind.update(schema.any_case(map(str, cls.registry())))
+        del kind["type"]
+        section["properties"] |= {name: params.json_schema() for name, params in cls._sections().items()}
+        return section
+
+
+def _params_class(plugin: Any) -> type[Config]:
+    params: type[Config] = getattr(plugin, "Params", Config)
+    return params

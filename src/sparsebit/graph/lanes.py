@@ -1,0 +1,163 @@
+"""Lock-step execution: all batches walk the graph together, node by node.
+
+A `Lane` is one view of the network (float, or quantized so far). It holds every batch's live values, frees
+each after its last use, and can keep them on the CPU or on disk. A second lane built on a first one shares
+every value that does not differ between the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ConfigError
+
+Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class Store:
+    """Where values wait: "device" (as they are), "cpu", or "disk" (a temporary folder, removed with the store)."""
+
+    def __init__(self, keep: str = "device"):
+        if keep not in ("device", "cpu", "disk"):
+            raise ConfigError(f"offload: {keep!r} is not one of device, cpu, disk")
+        self.keep = keep
+        self._folder = tempfile.TemporaryDirectory(prefix="sparsebit-") if keep == "disk" else None
+        self._count = 0
+
+    def put(self, value: Any) -> Any:
+        return value if self.keep == "device" else pytree.tree_map_only(Tensor, self._put_tensor, value)
+
+    def get(self, value: Any) -> Any:
+        is_kept = lambda v: isinstance(v, _Kept)
+        return pytree.tree_map(lambda v: v.load() if is_kept(v) else v, value, is_leaf=is_kept)
+
+    def _put_tensor(self, x: Tensor) -> Any:
+        if self._folder is None:
+            return _Kept(x.detach().cpu(), x.device, None)
+        self._count += 1
+        file = Path(self._folder.name) / f"{self._count}.pt"
+        torch.save(x.detach().cpu().clone(), file)  # clone: a view would drag its whole storage along
+        return _Kept(None, x.device, file)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class _Kept:
+    """A tensor that waits elsewhere; its file goes with it."""
+
+    def __init__(self, value: Tensor | None, device: torch.device, file: Path | None):
+        self.value, self.device, self.file = value, device, file
+
+    def load(self) -> Tensor:
+        value = self.value if self.file is None else torch.load(self.file, weights_only=True)
+        assert value is not None
+        return value.to(self.device)
+
+    def __del__(self) -> None:
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)
+
+
+class Lane:
+    """Every batch's live values in one view of `gm`. Call `step` for each node of `gm.graph`, in order.
+
+    `base` is another lane, stepped together with this one by `advance(node, [base, lane])`: where a node's
+    inputs are the base's own values and `differs(node)` is false, the base's result is shared, not computed.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        batches: Sequence[Batch],
+        store: Store | None = None,
+        base: Lane | None = None,
+        differs: Callable[[fx.Node], bool] = lambda node: True,
+    ):
+        self.gm, self.base, self.differs = gm, base, differs
+        self.store = base.store if base else store or Store()
+        self.values: list[dict[fx.Node, Any]] = [{} for _ in batches]
+        self._batches = batches
+        self._interpreter = fx.Interpreter(gm, garbage_collect_values=False)
+        self._dies_at = _last_uses(gm.graph)
+
+    def inputs(self, node: fx.Node) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Per batch, the real args and kwargs of `node`."""
+        for values in self.values:
+            yield self._arguments(node, values)
+
+    def outputs(self, node: fx.Node) -> Iterator[Any]:
+        for values in self.values:
+            yield self.store.get(values[node])
+
+    def step(self, node: fx.Node) -> None:
+        """Run `node` on every batch, then forget what nobody needs any more."""
+        advance(node, [self])
+
+    def _compute(self, node: fx.Node) -> None:
+        for i, values in enumerate(self.values):
+            shared = self._shared(node, i)
+            values[node] = self.store.put(self._run(node, i)) if shared is None else shared[0]
+
+    def _release(self, node: fx.Node) -> None:
+        for values in self.values:
+            for dead in self._dies_at.get(node, ()):
+                values.pop(dead, None)
+
+    def _shared(self, node: fx.Node, i: int) -> tuple[Any] | None:
+        """The base lane's result, if this lane would compute the same."""
+        if self.base is None:
+            return None
+        mine, other = self.values[i], self.base.values[i]
+        same = all(mine[n] is other[n] for n in node.all_input_nodes)
+        return (other[node],) if same and not (node.op.startswith("call") and self.differs(node)) else None
+
+    def _arguments(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        real = lambda n: self.store.get(values[n])
+        return fx.node.map_arg(node.args, real), fx.node.map_arg(node.kwargs, real)  # type: ignore[return-value]
+
+    def _run(self, node: fx.Node, i: int) -> Any:
+        if node.op == "placeholder":
+            return self._bound(i)[str(node.target)]
+        args, kwargs = self._arguments(node, self.values[i])
+        if node.op == "output":
+            return args[0]
+        return getattr(self._interpreter, node.op)(node.target, args, kwargs)
+
+    def _bound(self, i: int) -> dict[str, Any]:
+        args, kwargs = self._batches[i]
+        bound = inspect.signature(self.gm.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def live(self) -> int:
+        """How many values are held now, over all batches."""
+        return sum(map(len, self.values))
+
+
+def advance(node: fx.Node, lanes: Sequence[Lane]) -> None:
+    """Step several lanes over one node; a base comes before the lanes that build on it."""
+    for lane in lanes:
+        lane._compute(node)
+    for lane in lanes:
+        lane._release(node)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """node -> the values whose last reader it is (a value nobody reads dies at once)."""
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op != "output":
+            last = max(node.users, key=order.__getitem__, default=node)
+            dies.setdefault(last, []).append(node)
+    return dies

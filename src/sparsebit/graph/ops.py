@@ -1,0 +1,84 @@
+"""What a node of a torch.fx graph is: the op it computes, its module, its inputs, its side effects."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from sparsebit.errors import GraphError
+
+# `y = x; y += 1; return x` leaves an unused node that still changes x
+_INPLACE_NAMES = (
+    "add",
+    "and",
+    "floordiv",
+    "lshift",
+    "matmul",
+    "mod",
+    "mul",
+    "or",
+    "pow",
+    "rshift",
+    "sub",
+    "truediv",
+)
+_INPLACE_OPERATORS = {getattr(operator, f"i{name}") for name in _INPLACE_NAMES} | {operator.setitem}
+
+
+def module_of(node: fx.Node, gm: fx.GraphModule) -> nn.Module:
+    """The module that a `call_module` node calls."""
+    if node.op != "call_module":
+        raise GraphError(
+            f"{node.name}: is a {node.op} of {node.target}, not a module; ask for op_of(node, gm)"
+        )
+    return gm.get_submodule(str(node.target))
+
+
+def op_of(node: fx.Node, gm: fx.GraphModule) -> Any:
+    """What a node computes: a module class, a function, an unbound Tensor method, or else `node.op`.
+
+    A method that torch.Tensor does not have stays a string.
+    """
+    if node.op == "call_module":
+        return type(module_of(node, gm))
+    if node.op == "call_function":
+        return node.target
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target), node.target)
+    return node.op
+
+
+def is_op(op: Any, ops: Collection[Any]) -> bool:
+    """Is `op` one of `ops`? A class also is each of its bases: a user's conv is an nn.Conv2d."""
+    return op in ops or (isinstance(op, type) and any(base in ops for base in op.__mro__))
+
+
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """The Node-valued inputs in the order of the call: args, then kwargs; lists, tuples, dicts and slices are
+    flattened. Unlike `node.all_input_nodes` a node used twice is there twice: `x + x` has two inputs.
+    """
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def module_calls(gm: fx.GraphModule) -> Counter[str]:
+    """How often each module is called: one that is called twice must not change for one call."""
+    return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
+
+
+def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does the node matter even if nobody uses its value? Inputs, outputs, and whatever writes in place."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or node.is_impure():
+        return True
+    if node.op == "call_module":
+        return getattr(module_of(node, gm), "inplace", False) is True
+    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op != "get_attr" and name.endswith("_") and not name.endswith("__")

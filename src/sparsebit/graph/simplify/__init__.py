@@ -1,0 +1,16 @@
+"""Passes that bring the traced graph into one form before ops are looked at; each keeps the output."""
+
+from sparsebit.graph.passes import GraphPass
+from sparsebit.graph.simplify.functionalize import functionalize
+from sparsebit.graph.simplify.getattr_to_shape import getattr_to_shape
+from sparsebit.graph.simplify.remove_identity import remove_identity
+from sparsebit.graph.simplify.unbind_getitem_to_subtensor import unbind_getitem_to_subtensor
+
+SIMPLIFIERS: list[GraphPass] = [
+    functionalize,
+    remove_identity,
+    getattr_to_shape,
+    unbind_getitem_to_subtensor,
+]
+
+__all__ = ["SIMPLIFIERS"]

@@ -1,0 +1,71 @@
+"""A quantized model on disk: `model.safetensors` (weights, scales) and `qconfig.yaml`, both written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import SparsebitError
+from sparsebit.quantization.quantizers import Quantizer
+
+WEIGHTS, CONFIG = "model.safetensors", "qconfig.yaml"
+
+
+def save_checkpoint(qmodel: Any, folder: Path) -> None:
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: _alone(value) for name, value in qmodel.state_dict().items()}
+    changed = {name: [q.bit, q.absorbed, q.is_symmetric, q.use_quant] for name, q in _all_quantizers(qmodel)}
+    _write(folder / WEIGHTS, save(state, {"sparsebit": json.dumps({"quantizers": changed})}))
+    _write(folder / CONFIG, qmodel.cfg.dump().encode())
+
+
+def load_checkpoint(cls: Any, folder: Path, model: nn.Module) -> Any:
+    from safetensors import safe_open
+
+    for name in (WEIGHTS, CONFIG):
+        if not (folder / name).is_file():
+            raise SparsebitError(f"{folder} holds no saved QuantModel: {name} is missing; write one with save()")
+    qmodel = cls(model, folder / CONFIG)
+    with safe_open(str(folder / WEIGHTS), framework="pt") as file:
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        saved = json.loads((file.metadata() or {}).get("sparsebit", "{}")).get("quantizers", {})
+    for name, quantizer in _all_quantizers(qmodel):
+        if name in saved:
+            bit, absorbed, symmetric, _ = saved[name]
+            quantizer.qdesc.set_bit(bit)
+            quantizer.qdesc.set_symmetric(symmetric)
+            quantizer.absorbed = absorbed
+    qmodel.load_state_dict(state)
+    for name, quantizer in _all_quantizers(qmodel):
+        if name in saved and saved[name][3]:
+            quantizer.enable_quant()
+    return qmodel
+
+
+def _all_quantizers(qmodel: nn.Module) -> list[tuple[str, Quantizer]]:
+    return [(name, m) for name, m in qmodel.named_modules() if isinstance(m, Quantizer)]
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Tied weights are written once per name: safetensors refuses tensors that share memory."""
+    return x.detach().to("cpu", copy=True).contiguous()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All or nothing: an interrupted save leaves the old file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

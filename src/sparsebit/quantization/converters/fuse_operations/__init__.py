@@ -1,0 +1,6 @@
+"""Passes over QModules, after the quantizers are attached."""
+
+from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import disable_unnecessary_quant
+from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn
+
+FUSE_PASSES = [fuse_bn, disable_unnecessary_quant]

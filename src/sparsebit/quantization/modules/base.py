@@ -1,0 +1,169 @@
+"""QuantOpr: an operation with a quantizer on its input and, where it has one, on its weight.
+
+The graph hands the arguments over as the user wrote them; a QuantOpr quantizes the first and calls the
+original module or function. So an activation, pool or shape op is one line in a table (`define`), and every
+option of the op it replaces is honoured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.graph.trace import forward_owner
+from sparsebit.quantization.common import get_backend
+from sparsebit.quantization.quantizers import Quantizer, build_quantizer
+from sparsebit.registry import Registry
+
+QMODULE_MAP: Registry[type[nn.Module]] = Registry("operation")
+M = TypeVar("M", bound=type[nn.Module])
+
+
+def register_qmodule(sources: Any) -> Callable[[M], M]:
+    """`@register_qmodule(sources=[nn.ReLU, F.relu, torch.Tensor.relu])`: this class replaces those ops."""
+
+    def add(cls: M) -> M:
+        QMODULE_MAP.add(sources, cls)
+        return cls
+
+    return add
+
+
+class Opr(nn.Module):
+    """An operation in the graph, called with the arguments of the call it replaces."""
+
+    op: Callable[..., Any]
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        nn.Module.__init__(self)
+        if isinstance(org_module, nn.Module):
+            self.adopt(org_module)
+        elif isinstance(org_module, fx.Node):
+            self.op = _callable_of(org_module)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Take over `module`: keep it whole as `op`, or (classes that are such a module) take its contents."""
+        if not isinstance(self, forward_owner(type(module))):
+            self.op = module
+            return
+        for key, value in vars(module).items():
+            self.__dict__[key] = value.copy() if isinstance(value, dict) else value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        op = self.__dict__.get("op")
+        return getattr(op, "__name__", "") if op is not None else ""
+
+
+class QuantOpr(Opr):
+    """An operation that quantizes its first tensor, and its weight if it has one."""
+
+    weight_axis: ClassVar[int] = 0  # the output-channel axis of the weight
+    quantize_weight: ClassVar[bool] = True  # False: its weight is a per-channel scale, folded or cheap
+    quantize_input: ClassVar[bool] = True
+    input_quantizer: Quantizer | None
+    weight_quantizer: Quantizer | None
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        if "weight" not in self._parameters:
+            self.weight = None
+        self.input_quantizer = self.weight_quantizer = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*self.quantize_first(args, kwargs), **kwargs)
+
+    def quantize_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
+        quantizer = self.input_quantizer
+        if quantizer is None:
+            return args
+        if args:
+            return (quantizer(args[0]), *args[1:])
+        key = "input" if "input" in kwargs else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
+        if key is not None:
+            kwargs[key] = quantizer(kwargs[key])
+        return args
+
+    def build_quantizer(self, config: Any) -> None:
+        """Attach the quantizers that `config` (a QuantConfig for this layer) asks for."""
+        backend = get_backend(config.backend)
+        if self.weight is not None and self.quantize_weight:
+            self.weight_quantizer = build_quantizer(config.w)
+            self.weight_quantizer.set_ch_axis(self.weight_axis)
+            self.weight_quantizer.set_backend(backend)
+        if self.quantize_input:
+            self.input_quantizer = build_quantizer(config.a)
+            self.input_quantizer.set_backend(backend)
+
+    def quantizers(self) -> Iterator[Quantizer]:
+        for quantizer in (self.input_quantizer, self.weight_quantizer):
+            if quantizer is not None:
+                yield quantizer
+
+    def set_fake_fused(self) -> None:
+        """Never quantize here: this op is computed together with its neighbour."""
+        for quantizer in self.quantizers():
+            quantizer.set_fake_fused()
+
+    @property
+    def fake_fused(self) -> bool:
+        return all(q.absorbed for q in self.quantizers())
+
+    def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
+        """Switch both quantizers; the one not named is switched off."""
+        for quantizer, on in ((self.weight_quantizer, w_quant), (self.input_quantizer, a_quant)):
+            if quantizer is not None:
+                quantizer.enable_quant() if on else quantizer.disable_quant()
+
+
+class MultipleInputsQuantOpr(Opr):
+    """An operation on several tensors: it owns no quantizer; the graph gets a QIdentity before each input."""
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        self.input_quantizer_generated = False
+
+    @classmethod
+    def wants_input_quant(cls, config: Any) -> bool:
+        """Whether `config` asks for quantized inputs of this op."""
+        return True
+
+    @property
+    def apply_input_quant(self) -> bool:
+        return self.input_quantizer_generated
+
+
+@contextmanager
+def quant_mode(model: nn.Module, w: bool = False, a: bool = False) -> Iterator[None]:
+    """Quantize weights and/or activations inside the block; every mode comes back afterwards, also on error."""
+    saved = [(m, m.mode) for m in model.modules() if isinstance(m, Quantizer)]
+    try:
+        for module in model.modules():
+            if isinstance(module, QuantOpr):
+                module.set_quant(w_quant=w, a_quant=a)
+        yield
+    finally:
+        for quantizer, mode in saved:
+            quantizer.mode = mode
+
+
+def define(name: str, kind: type[Opr], *sources: Any, doc: str = "", module: str = "") -> Any:
+    """A table row: class `name` of `kind` that replaces every one of `sources`.
+
+    A source is a module class, a function, or a string: the name of a Tensor method.
+    """
+    ops = [getattr(torch.Tensor, s) if isinstance(s, str) else s for s in sources]
+    cls = type(name, (kind,), {"__doc__": doc or kind.__doc__, "__module__": module or __name__})
+    return register_qmodule(dict.fromkeys(ops))(cls)
+
+
+def _callable_of(node: fx.Node) -> Callable[..., Any]:
+    return getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target  # type: ignore[return-value]
+

@@ -1,0 +1,18 @@
+"""Embedding: the table is quantized; its input are indices."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
+
+
+@register_qmodule(sources=[nn.Embedding])
+class QEmbedding(QuantOpr, nn.Embedding):
+    quantize_input = False
+
+    def forward(self, x_in: Tensor) -> Tensor:
+        weight = self.weight_quantizer(self.weight)  # type: ignore[misc]
+        return nn.functional.embedding(
+            x_in, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        )

@@ -1,0 +1,14 @@
+"""Linear: weight and input are quantized."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
+
+
+@register_qmodule(sources=[nn.Linear])
+class QLinear(QuantOpr, nn.Linear):
+    def forward(self, x_in: Tensor) -> Tensor:
+        x, weight = self.input_quantizer(x_in), self.weight_quantizer(self.weight)  # type: ignore[misc]
+        return nn.functional.linear(x, weight, self.bias)

@@ -1,0 +1,283 @@
+"""QuantConfig: every key of the quantization YAML, its default, and which options go together.
+
+The original left QSCHEME and BIT without a default and refused a file that did not set them. Here every key
+has one, so the smallest useful file is a single line.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+
+from sparsebit.config import Config, Device, PluginConfig, did_you_mean
+from sparsebit.config.messages import STARTS_WITH_KEY
+from sparsebit.config.values import default_device
+from sparsebit.errors import ConfigError
+from sparsebit.quantization.common import QuantTarget
+from sparsebit.quantization.presets import preset_path, presets
+from sparsebit.quantization.specific import Overrides, resolve, unmatched, variants
+from sparsebit.registry import Registry
+
+__all__ = [
+    "ActivationConfig",
+    "QuantConfig",
+    "TensorConfig",
+    "WeightConfig",
+    "json_schema",
+    "parse_qconfig",
+    "resolve",
+    "unmatched",
+    "verify_backend",
+    "verify_bits",
+    "verify_schedule",
+]
+
+QScheme = Literal["per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine"]
+Names = Annotated[list[str], Field(strict=False)]  # a tuple will do
+DEFAULT_PRESET = "w8a8"
+
+
+class ScheduleConfig(Config):
+    """Passes over the graph. Extra entries switch fusions that users register themselves."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, bool]
+
+    fuse_bn: bool = Field(False, description="fold batch norms into the convolution or linear before them")
+    bn_tuning: bool = Field(
+        False, description="re-estimate batch norms after quantization; keeps them unfused"
+    )
+    disable_unnecessary_quant: bool = Field(True, description="no quantizer between ops that a backend fuses")
+
+    def verify(self) -> None:
+        if self.bn_tuning:  # there is nothing left to tune once batch norms are folded
+            self._set("fuse_bn", False)
+
+    def enabled(self, task: str) -> bool:
+        """Whether a pass runs; one that nobody mentions does."""
+        return bool(self._options().get(self.key(task), True))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        return {**super().json_schema(), "additionalProperties": {"type": "boolean"}}
+
+
+class QuantizerConfig(PluginConfig):
+    type: str = "uniform"
+    bit: int = Field(8, ge=1, le=16, description="bits per value")
+    disable: bool = Field(False, description="keep these values in float")
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        from sparsebit.quantization.quantizers import QUANTIZERS_MAP
+
+        return QUANTIZERS_MAP
+
+    @classmethod
+    def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if options.get("bit") == 0 and not isinstance(options["bit"], bool):
+            warnings.warn(
+                "QUANTIZER.BIT: 0 is deprecated; write DISABLE: true", DeprecationWarning, stacklevel=2
+            )
+            options = {**options, "disable": True}
+            del options["bit"]
+        return super().prepare(options)
+
+
+class ObserverConfig(PluginConfig):
+    type: str = "minmax"
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        from sparsebit.quantization.observers import OBSERVERS_MAP
+
+        return OBSERVERS_MAP
+
+
+class ActivationObserverConfig(ObserverConfig):
+    layout: Literal["NCHW", "NLC"] = Field("NCHW", description="where the channels of activations are")
+
+
+class QAddConfig(Config):
+    enable_quant: bool = Field(False, description="quantize the inputs of additions")
+
+
+class TensorConfig(Config):
+    """What W and A have in common: how one kind of tensor is quantized."""
+
+    letter: ClassVar[str] = ""  # its key in the YAML
+    target: ClassVar[tuple[QuantTarget, ...]] = ()
+
+    qscheme: QScheme = "per-tensor-affine"
+    quantizer: QuantizerConfig = Field(default_factory=QuantizerConfig)
+    observer: ObserverConfig = Field(default_factory=ObserverConfig)
+    specific: Overrides = Field([], description="overrides per layer: [{pattern: [KEY, value, ...]}]")
+
+    _resolved: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_specific(self) -> TensorConfig:
+        for _ in variants(self):  # a typo in a pattern's overrides shows up when the file is read
+            pass
+        return self
+
+    def verify(self) -> None:
+        for name, section in (("QUANTIZER", self.quantizer), ("OBSERVER", self.observer)):
+            check = getattr(section.plugin, "check", None)
+            if check is None or self.quantizer.disable:
+                continue
+            try:
+                check(self)
+            except ConfigError as error:
+                text = str(error).removeprefix(f"{self.letter}.")
+                raise ConfigError(text if STARTS_WITH_KEY.match(text) else f"{name}.TYPE: {text}") from None
+
+    def _adopt(self, new: Config) -> None:
+        self._resolved.clear()
+        super()._adopt(new)
+
+
+class WeightConfig(TensorConfig):
+    letter = "W"
+    target = (QuantTarget.WEIGHT,)
+
+    qscheme: QScheme = "per-channel-symmetric"
+
+
+class ActivationConfig(TensorConfig):
+    letter = "A"
+    target = (QuantTarget.FEATURE,)
+
+    observer: ActivationObserverConfig = Field(default_factory=ActivationObserverConfig)
+    qadd: QAddConfig = Field(default_factory=QAddConfig)
+
+
+class QuantConfig(Config):
+    device: Device = Field(default_factory=default_device, description="cpu, cuda, cuda:0, ...")
+    backend: Literal["virtual", "onnxruntime", "tensorrt", "openvino"] = "virtual"
+    skip_trace_modules: Names = Field(
+        [], description="patterns of module paths that stay as they are, in float"
+    )
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    w: WeightConfig = Field(default_factory=WeightConfig, description="how weights are quantized")
+    a: ActivationConfig = Field(default_factory=ActivationConfig, description="how activations are quantized")
+
+    def verify(self) -> None:
+        problems = []
+        for check in (verify_bits, verify_backend, verify_schedule):
+            try:
+                check(self)
+            except ConfigError as error:
+                problems.append(str(error))
+        _raise(problems)
+
+    @classmethod
+    def load(cls, source: Any = None) -> QuantConfig:
+        """From a YAML file, a preset by name, a mapping, or a QuantConfig; None is the default preset."""
+        source = DEFAULT_PRESET if source is None else source
+        if isinstance(source, str):
+            path = preset_path(source)
+            if path is None and not os.path.exists(source):
+                hint = did_you_mean(source, presets())
+                raise ConfigError(f"{source}: no such file or preset{hint} (presets: {', '.join(presets())})")
+            source = path or source
+        return super().load(source)
+
+
+def parse_qconfig(cfg_file: Any) -> QuantConfig:
+    """Read a YAML file (or a mapping, or a preset by name) into a frozen, checked QuantConfig."""
+    return QuantConfig.load(cfg_file)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the YAML file, with the options of every registered plug-in."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **QuantConfig.json_schema()}
+
+
+# -- which options go together ---------------------------------------------------------------------------
+# What a backend can run; a (backend, tensor) that is not listed has no limit. Exports go down to 2 bits.
+BITS: dict[tuple[str, str], Sequence[int]] = {
+    ("onnxruntime", "W"): range(2, 9),
+    ("onnxruntime", "A"): range(2, 9),
+    ("openvino", "W"): range(2, 9),
+    ("openvino", "A"): range(2, 9),
+    ("tensorrt", "W"): (4, 8),
+    ("tensorrt", "A"): (8,),
+}
+SCHEMES: dict[tuple[str, str], Sequence[str]] = {
+    ("tensorrt", "W"): ("per-channel-symmetric", "per-tensor-symmetric"),
+    ("tensorrt", "A"): ("per-tensor-symmetric",),
+}
+WHAT = {"W": "weights", "A": "activations"}
+WHY = {
+    "per-tensor-affine": "has no zero points",
+    "per-channel-affine": "has no zero points",
+    "per-channel-symmetric": "has no scales per channel",
+}
+
+
+def verify_bits(cfg: QuantConfig) -> None:
+    """Raise ConfigError if the backend cannot run that many bits."""
+    _raise(
+        f"{where}QUANTIZER.BIT: {cfg.backend} runs {WHAT[tensor.letter]} of {_either(allowed)} bits, "
+        f"not {tensor.quantizer.bit}; change BIT, or simulate with BACKEND: virtual"
+        for where, tensor, allowed in _beyond(cfg, BITS, lambda tensor: tensor.quantizer.bit)
+    )
+
+
+def verify_backend(cfg: QuantConfig) -> None:
+    """Raise ConfigError if the backend does not know the scheme."""
+    _raise(
+        f"{where}QSCHEME: {cfg.backend} {WHY[tensor.qscheme]} for {WHAT[tensor.letter]}; "
+        f"write {_either(allowed)} instead of {tensor.qscheme}"
+        for where, tensor, allowed in _beyond(cfg, SCHEMES, lambda tensor: tensor.qscheme)
+    )
+
+
+def verify_schedule(cfg: QuantConfig) -> None:
+    """Raise ConfigError for passes that cannot work with these options."""
+    if cfg.schedule.bn_tuning and not cfg.w.qscheme.startswith("per-channel"):
+        raise ConfigError(
+            f"SCHEDULE.BN_TUNING: batch norms are folded into scales of single channels when they are tuned; "
+            f"write W.QSCHEME: per-channel-symmetric instead of {cfg.w.qscheme}, or BN_TUNING: false"
+        )
+
+
+def _beyond(
+    cfg: QuantConfig, limits: Mapping[tuple[str, str], Sequence[Any]], read: Callable[[TensorConfig], Any]
+) -> Iterator[tuple[str, TensorConfig, Sequence[Any]]]:
+    """Where a quantized tensor, by default or by SPECIFIC, is outside the limits of the backend."""
+    for base in (cfg.w, cfg.a):
+        allowed = limits.get((cfg.backend, base.letter))
+        if allowed is None:
+            continue
+        base_is_bad = not base.quantizer.disable and read(base) not in allowed
+        if base_is_bad:
+            yield f"{base.letter}.", base, allowed
+        for where, tensor in variants(base):
+            said = base_is_bad and read(tensor) == read(base)
+            if not tensor.quantizer.disable and read(tensor) not in allowed and not said:
+                yield f"{base.letter}.{where}: ", tensor, allowed
+
+
+def _either(options: Sequence[Any]) -> str:
+    if isinstance(options, range):
+        return f"{options[0]} to {options[-1]}"
+    return " or ".join(map(str, options))
+
+
+def _raise(problems: Iterable[str]) -> None:
+    lines = list(problems)
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def __getattr__(name: str) -> Any:
+    """`_C`, the default config, is made on first use: its checks need the plug-ins, which load torch."""
+    if name != "_C":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals().setdefault("_C", QuantConfig())

@@ -1,0 +1,171 @@
+"""QuantModel: the lifecycle of a quantized model. What happens to the graph is in pipeline.py."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.errors import CalibrationError, NotReadyError
+from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.passes import GraphPass, run_passes
+from sparsebit.graph.trace import trace
+from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
+from sparsebit.quantization.modules import QuantOpr
+from sparsebit.quantization.pipeline import PIPELINE, BuildContext
+from sparsebit.quantization.quant_config import QuantConfig
+from sparsebit.quantization.quant_tracer import QTracer
+from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.tools.calibration import CalibrationRunner
+
+__all__ = ["QuantModel"]
+
+log = logging.getLogger("sparsebit")
+
+
+class QuantModel(nn.Module):
+    """A quantizable copy of `model`; the model itself is never changed.
+
+    config  a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
+    passes  your own graph passes, run after the built-in ones.
+    check   example arguments; if given, every pass must keep the float output, and the guilty one is named.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any = None,
+        *,
+        passes: Sequence[GraphPass] = (),
+        check: tuple[Any, ...] | None = None,
+    ):
+        super().__init__()
+        self.cfg = QuantConfig.load(config)
+        self.model = trace(model, QTracer(self.cfg.skip_trace_modules))
+        context = BuildContext(self.cfg)
+        self.pass_reports = run_passes(self.model, [*PIPELINE, *passes], context, check)
+        self.float_ops = context.float_ops
+        self.training = model.training
+        self._runner: CalibrationRunner | None = None
+        if self.float_ops:
+            kinds = sorted(set(self.float_ops.values()))
+            log.info("%d ops stay float, no QModule for: %s", len(self.float_ops), ", ".join(kinds))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._runner is not None:
+            self._runner.record(args, kwargs)
+        return self.model(*args, **kwargs)
+
+    # -- calibration ---------------------------------------------------------------------------------
+    def prepare_calibration(self, asym: bool = True) -> None:
+        """Start observing: run your batches through the model next, then call calc_qparams().
+
+        `asym=False` promises that calc_qparams(asym=True) will not follow; then no inputs are kept on disk.
+        """
+        self._stop_calibration()
+        self.set_quant(False, False)
+        self.eval()
+        self._runner = CalibrationRunner(self.model, keep_inputs=asym)
+        self._runner.prepare_calibration()
+
+    def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
+        """Scales and zero points from what was observed.
+
+        `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
+        what of them is quantized (both, if neither is named).
+        """
+        if self._runner is None:
+            raise CalibrationError(
+                "calc_qparams() needs a calibration that is under way: call prepare_calibration(), run some "
+                "batches, then calc_qparams() once"
+            )
+        self._runner.layerwise_calibration(self.device, asym, w_quant, a_quant)
+        self._stop_calibration()
+
+    def _stop_calibration(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+
+    def calibrate(self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None) -> QuantModel:
+        """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y))."""
+        from sparsebit.quantization.feeding import feed
+
+        self.prepare_calibration(asym=asym)
+        try:
+            feed(self, batches, progress)
+            self.calc_qparams(asym=asym)
+        finally:
+            self._stop_calibration()
+        return self
+
+    # -- quantization --------------------------------------------------------------------------------
+    def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
+        """Switch the quantization of weights and activations on or off."""
+        for module in self.model.modules():
+            if isinstance(module, QuantOpr):
+                module.set_quant(w_quant, a_quant)
+
+    def init_QAT(self) -> None:
+        """Calibrated scales and quantization on: the start of quantization-aware training."""
+        self.calc_qparams()
+        self.set_quant(w_quant=True, a_quant=True)
+
+    def named_quantizers(self) -> Iterator[tuple[str, Quantizer]]:
+        """Every quantizer that is in use, by name."""
+        for module in self.model.modules():
+            if isinstance(module, Quantizer) and not module.absorbed:
+                yield module.name, module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives; config.DEVICE until it has a parameter to ask."""
+        return next((p.device for p in self.model.parameters()), torch.device(self.cfg.device))
+
+    # -- files ---------------------------------------------------------------------------------------
+    def save(self, folder: str | Path) -> None:
+        """Write weights and scales (safetensors) and the config (YAML) into `folder`."""
+        save_checkpoint(self, Path(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path, model: nn.Module) -> QuantModel:
+        """A saved QuantModel again; `model` is the float model it was made from."""
+        return load_checkpoint(cls, Path(folder), model)
+
+    # -- tools ---------------------------------------------------------------------------------------
+    def dump_mermaid(self, f: Any) -> None:
+        """Write the graph as a mermaid diagram into the open file `f`."""
+        f.write(to_mermaid(self.model))
+
+    @contextmanager
+    def batchnorm_tuning(self) -> Iterator[None]:
+        raise NotReadyError("batchnorm_tuning() comes with a later release")
+        yield
+
+    def get_quantization_error(
+        self, data: Any, checker: Callable[..., Any] = nn.functional.mse_loss, is_async: bool = True
+    ) -> dict[str, Any]:
+        from sparsebit.quantization.tools import QuantizationErrorProfiler
+
+        return QuantizationErrorProfiler(self.model).apply(data, checker, is_async)
+
+    def export_onnx(
+        self,
+        dummy_data: Any,
+        name: str,
+        input_names: list[str] | None = None,
+        output_names: list[str] | None = None,
+        dynamic_axes: Any = None,
+        opset_version: int = 13,
+        verbose: bool = False,
+        extra_info: bool = False,
+    ) -> None:
+        raise NotReadyError("export_onnx() comes with a later release, together with the check of the file it writes")
+
+    def add_extra_info_to_onnx(self, onnx_path: str) -> None:
+        raise NotReadyError("add_extra_info_to_onnx() comes with export_onnx() in a later release")

@@ -1,0 +1,202 @@
+"""Quantizer: an observer, a grid (scale and zero point), and one mode.
+
+A new quantizer is a subclass with a TYPE and `_forward(x, scale, zero_point)`; registering it is enough.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.config import Config
+from sparsebit.errors import CalibrationError, NotReadyError
+from sparsebit.numeric import QParams, QuantSpec, fake_quantize, minmax_from_qparams
+from sparsebit.quantization.common import Backend
+from sparsebit.quantization.observers import build_observer
+from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
+
+
+class Mode(Enum):
+    FLOAT = "float"  # pass values through
+    OBSERVE = "observe"  # pass values through and let the observer see them
+    QUANT = "quant"  # round to the grid
+    EXPORT = "export"  # emit a named mark for the exporter
+
+
+class Quantizer(nn.Module):
+    TYPE: ClassVar[str] = ""
+    scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
+    zero_point: Tensor
+
+    class Params(Config):
+        """Options of a quantizer, read from QUANTIZER.<TYPE> of the config."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.cfg = config
+        self.name = ""  # "<fx name>.weight_quantizer", given by the model that holds it
+        self.qdesc = QuantDescriptor(config)
+        self.register_buffer("scale", torch.zeros(1))
+        self.register_buffer("zero_point", torch.zeros(1))
+        self.observer = build_observer(config, self.qdesc)
+        self.mode = Mode.FLOAT
+        self.absorbed: bool = config.quantizer.disable  # True: never quantizes (fused into its neighbour, or disabled)
+        self.backend = Backend.VIRTUAL
+
+    # -- what a subclass defines ---------------------------------------------------------------------
+    def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Values of `x` on the grid. The default is plain fake quantization."""
+        return fake_quantize(x, QParams(scale, zero_point), self.spec)
+
+    def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero point for this call; quantizers that learn them clean them up here."""
+        return self.scale, self.zero_point
+
+    # -- running -------------------------------------------------------------------------------------
+    def forward(self, x: Any) -> Any:
+        if self.absorbed or self.mode is Mode.FLOAT:
+            return x
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x  # sizes, indices, masks: never quantized
+        if self.mode is Mode.OBSERVE:
+            self.update_observer(x)
+            return x
+        if self.mode is Mode.EXPORT:
+            raise NotReadyError("ONNX export of quantized models comes with a later release")
+        return self._forward(x, *self._qparams_preprocess(x))
+
+    # -- calibration ---------------------------------------------------------------------------------
+    def update_observer(self, x: Tensor) -> None:
+        try:
+            self.observer.update(x)
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.name or type(self).__name__}: {error}") from None
+
+    def calc_qparams(self) -> tuple[Tensor, Tensor]:
+        """Set the grid from what the observer has seen."""
+        if self.absorbed:
+            return self.scale, self.zero_point
+        try:
+            return self._set_qparams(*self.observer.calc_qparams())
+        except CalibrationError as error:
+            raise CalibrationError(f"{self.name or type(self).__name__}: {error}") from None
+
+    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        if self.absorbed:
+            return self.scale, self.zero_point
+        return self._set_qparams(*self.observer.calc_qparams_with_minmax(min_val, max_val))
+
+    def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the values in place of the old ones, which may be buffers or learnable parameters."""
+        for name, value in (("scale", scale), ("zero_point", zero_point)):
+            value = value.detach().to(self.scale.device).reshape(-1)
+            old = getattr(self, name)
+            if isinstance(old, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=old.requires_grad)
+            setattr(self, name, value)
+        return self.scale, self.zero_point
+
+    @property
+    def calibrated(self) -> bool:
+        return bool((self.scale != 0).all())
+
+    # -- switches ------------------------------------------------------------------------------------
+    def enable_quant(self) -> None:
+        if not self.absorbed and not self.calibrated:
+            raise CalibrationError(
+                f"{self.name or type(self).__name__} has no scale yet. Calibrate first: prepare_calibration(), "
+                f"run a few batches, calc_qparams(); or load a calibrated state_dict"
+            )
+        self.mode = Mode.QUANT
+
+    def disable_quant(self) -> None:
+        self.mode = Mode.FLOAT
+
+    def enable_export_onnx(self) -> None:
+        self.mode = Mode.EXPORT
+
+    def disable_export_onnx(self) -> None:
+        self.mode = Mode.QUANT
+
+    def set_fake_fused(self) -> None:
+        """Never quantize here: the op is computed together with its neighbour. Cannot be undone."""
+        self.absorbed = True
+        for p in self.parameters(recurse=False):
+            p.requires_grad_(False)
+
+    def set_backend(self, backend: Backend) -> None:
+        self.backend = self.observer.backend = backend
+
+    def set_bit(self, bit: int) -> None:
+        """Change the width; a calibrated quantizer keeps its value range and gets a new grid."""
+        self.qdesc.set_bit(bit)
+        if self.calibrated and torch.isfinite(self.observer.min_val).all():
+            self._set_qparams(
+                *self.observer.calc_qparams_with_minmax(self.observer.min_val, self.observer.max_val)
+            )
+
+    def set_ch_axis(self, axis: int) -> None:
+        """Which axis holds the channels (the output channels of a transposed convolution are axis 1)."""
+        self.qdesc.set_ch_axis(axis)
+
+    # -- views ---------------------------------------------------------------------------------------
+    @property
+    def spec(self) -> QuantSpec:
+        return self.qdesc.spec
+
+    @property
+    def bit(self) -> int:
+        return self.qdesc.bit
+
+    @property
+    def ch_axis(self) -> int:
+        return self.qdesc.ch_axis
+
+    @property
+    def is_perchannel(self) -> bool:
+        return self.qdesc.is_perchannel
+
+    @property
+    def is_symmetric(self) -> bool:
+        return self.qdesc.is_symmetric
+
+    @property
+    def is_enable(self) -> bool:
+        return self.use_quant and not self.absorbed
+
+    @property
+    def use_quant(self) -> bool:
+        return self.mode in (Mode.QUANT, Mode.EXPORT)
+
+    @property
+    def export_onnx(self) -> bool:
+        return self.mode is Mode.EXPORT
+
+    @property
+    def fake_fused(self) -> bool:
+        return self.absorbed
+
+    def __repr__(self) -> str:
+        """One line: what it is, and the range its codes can hold."""
+        if self.absorbed:
+            return f"{self.TYPE}, absorbed"
+        text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
+        if not self.calibrated:
+            return f"{text}, not calibrated"
+        lo, hi = minmax_from_qparams(QParams(self.scale.detach(), self.zero_point.detach()), self.spec)
+        return f"{text}, range=[{lo.min():.4g}, {hi.max():.4g}], {'on' if self.use_quant else 'off'}"
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take scale and zero point in whatever shape they were saved: (1,), (C,), or the old (C, 1, 1, 1)."""
+        for name in ("scale", "zero_point"):
+            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            if saved is None:
+                continue
+            saved = state_dict[prefix + name] = saved.reshape(-1)
+            if saved.shape != mine.shape:
+                mine.data = torch.empty_like(saved, device=mine.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)

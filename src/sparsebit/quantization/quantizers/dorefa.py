@@ -1,0 +1,30 @@
+"""DoReFa: weights pass through tanh before they are rounded (Zhou et al., DoReFa-Net, 2016).
+
+    w' = tanh(w) / max|tanh(w)|, then uniform on [-1, 1]
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparsebit.quantization.quantizers import register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
+
+
+@register_quantizer
+class DoReFaQuantizer(BaseQuantizer):
+    TYPE = "dorefa"
+
+    @staticmethod
+    def _squash(x: Tensor) -> Tensor:
+        y = x.tanh()
+        return y / y.abs().amax().clamp_min(1e-12)
+
+    def update_observer(self, x: Tensor) -> None:
+        super().update_observer(self._squash(x))
+
+    def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        return super()._forward(self._squash(x), scale, zero_point)
+
+
+Quantizer = DoReFaQuantizer

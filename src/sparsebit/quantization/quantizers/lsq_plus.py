@@ -1,0 +1,61 @@
+"""LSQ+: scale and zero point are learned (Bhalgat et al., LSQ+, CVPR workshops 2020).
+
+Weights start at max|mean +- 3 std|, activations at the observer's range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.numeric import as_channels
+from sparsebit.quantization.common import QuantTarget
+from sparsebit.quantization.quantizers import register_quantizer
+from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
+from sparsebit.quantization.quantizers.lsq import gs_scaling
+
+
+@register_quantizer
+class LSQPlusQuantizer(BaseQuantizer):
+    TYPE = "lsq+"
+
+    @classmethod
+    def check(cls, cfg: Any) -> None:
+        want = "per-channel-symmetric" if QuantTarget.WEIGHT in cfg.target else "per-tensor-affine"
+        if cfg.qscheme != want:
+            raise ConfigError(f"QSCHEME: lsq+ needs {want} here, got {cfg.qscheme}")
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        del self.scale
+        self.scale = nn.Parameter(torch.zeros(1))
+        if not self.is_symmetric:
+            del self.zero_point
+            self.zero_point = nn.Parameter(torch.zeros(1))
+        self._three_sigma: Tensor | None = None
+
+    def update_observer(self, x: Tensor) -> None:
+        super().update_observer(x)
+        if QuantTarget.WEIGHT in self.cfg.target:  # weights come whole, so this is exact
+            rows = as_channels(x.detach().float(), self.spec.axis)
+            mean, std = rows.mean(1), rows.std(1, correction=0)
+            self._three_sigma = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
+
+    def calc_qparams(self) -> tuple[Tensor, Tensor]:
+        super().calc_qparams()
+        if self._three_sigma is not None and not self.absorbed:
+            scale = 2 * self._three_sigma / self.spec.levels
+            self._set_qparams(torch.where(scale > 0, scale, torch.ones_like(scale)), torch.zeros_like(scale))
+            self._three_sigma = None
+        return self.scale, self.zero_point
+
+    def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = 1.0 / max(x.numel() / self.scale.numel() * self.spec.qmax, 1) ** 0.5
+        scale = gs_scaling(self.scale.abs(), ratio)
+        return scale, gs_scaling(self.zero_point, ratio) if self.zero_point.requires_grad else self.zero_point
+
+
+Quantizer = LSQPlusQuantizer

@@ -1,0 +1,69 @@
+"""QuantDescriptor: what one tensor is quantized to. Mutable, because users change bits of single layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsebit.numeric.spec import QuantSpec
+from sparsebit.quantization.common import QuantTarget, get_qscheme
+
+CHANNEL_AXIS = {"NCHW": 1, "NLC": 2}
+SCHEMES = {  # (per channel, symmetric)
+    (True, True): torch.per_channel_symmetric,
+    (True, False): torch.per_channel_affine,
+    (False, True): torch.per_tensor_symmetric,
+    (False, False): torch.per_tensor_affine,
+}
+
+
+class QuantDescriptor:
+    def __init__(self, cfg: Any):
+        self.target: QuantTarget = cfg.target[0]
+        weight = self.target is QuantTarget.WEIGHT
+        self._ch_axis = 0 if weight else CHANNEL_AXIS[cfg.observer.layout]
+        self.bs_axis = None if weight else 0
+        self.is_perchannel, self.is_symmetric = next(
+            flags for flags, scheme in SCHEMES.items() if scheme is get_qscheme(cfg.qscheme)
+        )
+        self.set_bit(cfg.quantizer.bit)
+
+    def set_bit(self, bit: int) -> None:
+        QuantSpec(bits=bit)  # refuses what no grid can have
+        self.bit = bit
+
+    def set_symmetric(self, is_symmetric: bool) -> None:
+        self.is_symmetric = is_symmetric
+
+    def set_ch_axis(self, axis: int) -> None:
+        self._ch_axis = axis
+
+    @property
+    def spec(self) -> QuantSpec:
+        """The grid as it is now; ask again after `set_bit` or `set_symmetric`."""
+        return QuantSpec(self.bit, self.is_symmetric, self._ch_axis if self.is_perchannel else None)
+
+    @property
+    def scheme(self) -> torch.qscheme:
+        return SCHEMES[self.is_perchannel, self.is_symmetric]
+
+    @property
+    def ch_axis(self) -> int:
+        return self._ch_axis
+
+    @property
+    def qmin(self) -> int:
+        return self.spec.qmin
+
+    @property
+    def qmax(self) -> int:
+        return self.spec.qmax
+
+    @property
+    def qrange(self) -> tuple[int, int]:
+        return self.qmin, self.qmax
+
+    def __repr__(self) -> str:
+        kind = f"{'int' if self.is_symmetric else 'uint'}{self.bit}"
+        return f"{kind} {'per-channel' if self.is_perchannel else 'per-tensor'}-{'symmetric' if self.is_symmetric else 'affine'}"

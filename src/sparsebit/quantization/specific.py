@@ -1,0 +1,112 @@
+"""SPECIFIC: overrides per layer, `[{"*head": ["QUANTIZER.BIT", 8]}]`.
+
+Patterns (fnmatch) match the fx name or the module path of a layer. All dicts of the list count, in order;
+where two patterns match the same layer the later one wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, WithJsonSchema
+
+from sparsebit.config.messages import show
+from sparsebit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sparsebit.quantization.quant_config import TensorConfig
+
+T = TypeVar("T", bound="TensorConfig")
+
+_OVERRIDES = {"type": "object", "additionalProperties": {"type": ["array", "object"]}}
+_SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
+
+
+def normalise(value: Any) -> list[dict[str, list[Any]]]:
+    """Any accepted form -> a list of {pattern: [KEY, value, ...]} with upper-case keys."""
+    rules = [] if value is None else [value] if hasattr(value, "items") else value
+    if not isinstance(rules, (list, tuple)) or not all(hasattr(rule, "items") for rule in rules):
+        raise ConfigError(f"expected a list of {{pattern: [KEY, value, ...]}}, got {show(value)}")
+    return [
+        {str(pattern): _pairs(pairs, f"[{i}][{str(pattern)!r}]") for pattern, pairs in rule.items()}
+        for i, rule in enumerate(rules)
+    ]
+
+
+Overrides = Annotated[list[dict[str, list[Any]]], BeforeValidator(normalise), WithJsonSchema(_SCHEMA)]
+
+
+def _pairs(pairs: Any, where: str) -> list[Any]:
+    if hasattr(pairs, "items"):
+        return list(_flat(pairs))
+    if not isinstance(pairs, (list, tuple)) or len(pairs) % 2:
+        raise ConfigError(f"{where}: expected [KEY, value, KEY, value, ...], got {show(pairs)}")
+    if not all(isinstance(key, str) for key in pairs[::2]):
+        raise ConfigError(
+            f"{where}: expected a key such as QUANTIZER.BIT before each value, got {show(pairs)}"
+        )
+    return [item if i % 2 else item.upper() for i, item in enumerate(pairs)]
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
+    """{QUANTIZER: {BIT: 8}} -> QUANTIZER.BIT, 8"""
+    for key, value in tree.items():
+        path = f"{prefix}{key}".upper()
+        yield from _flat(value, f"{path}.") if hasattr(value, "items") else (path, value)
+
+
+def variants(cfg: T) -> Iterator[tuple[str, T]]:
+    """For each pattern: where it stands, and the config it makes when it is the only one that matches."""
+    plain = _without_specific(cfg) if cfg.specific else cfg
+    for i, rule in enumerate(cfg.specific):
+        for pattern, pairs in rule.items():
+            where = f"SPECIFIC[{i}][{pattern!r}]"
+            if any(key.partition(".")[0] == "SPECIFIC" for key in pairs[::2]):
+                raise ConfigError(f"{where}: SPECIFIC cannot be nested")
+            try:
+                yield where, plain._changed(pairs)
+            except ConfigError as error:
+                raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
+
+
+def resolve(cfg: T, names: Sequence[str]) -> T:
+    """The config of one layer, known as `names` (fx name, module path): SPECIFIC applied and dropped.
+
+    Layers with the same overrides share one frozen result; `clone()` it before changing anything.
+    """
+    matching = [
+        pairs
+        for rule in cfg.specific
+        for pattern, pairs in rule.items()
+        if any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if not cfg.is_frozen():
+        return _apply(cfg, matching, names)
+    cache: dict[str, Any] = cfg._resolved
+    key = repr(matching) if matching else ""
+    if key not in cache:
+        cache[key] = _apply(cfg, matching, names)
+    found: T = cache[key]
+    return found
+
+
+def unmatched(cfg: TensorConfig, names: Iterable[str]) -> list[str]:
+    """Patterns that match none of `names` (the fx names and module paths of all layers)."""
+    names = list(names)
+    patterns = dict.fromkeys(pattern for rule in cfg.specific for pattern in rule)
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+
+
+def _apply(cfg: T, matching: list[list[Any]], names: Sequence[str]) -> T:
+    try:
+        return _without_specific(cfg).override(*(item for pairs in matching for item in pairs))
+    except ConfigError as error:
+        layer = names[0] if names else "?"
+        lines = (f"{cfg.letter}.SPECIFIC, layer {layer!r}: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _without_specific(cfg: T) -> T:
+    return cfg._changed(["SPECIFIC", []])

@@ -1,0 +1,153 @@
+"""Calibration: observers stream during the user's own forwards; `asym` walks the graph with all batches in lock step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.errors import CalibrationError
+from sparsebit.graph.lanes import Batch, Lane, Store
+from sparsebit.graph.ops import module_of
+from sparsebit.quantization.modules import QuantOpr, quant_mode
+from sparsebit.quantization.quantizers import Mode, Quantizer
+
+log = logging.getLogger("sparsebit")
+
+
+class CalibrationRunner:
+    """One calibration of `model`: `prepare_calibration`, forwards, `layerwise_calibration`.
+
+    Without `asym` nothing is cached. Because old scripts ask for `asym` only after their forwards, the model's
+    inputs (and nothing else) are also put on disk, unless `keep_inputs` is False.
+    """
+
+    def __init__(self, model: fx.GraphModule, keep_inputs: bool = True):
+        self.model = model
+        self.batches: list[Any] = []
+        self.store: Store | None = Store("disk") if keep_inputs else None
+        self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
+
+    def prepare_calibration(self) -> None:
+        """Let every active input quantizer observe."""
+        for quantizer in self._input_quantizers():
+            quantizer.observer.reset()
+            quantizer.mode = Mode.OBSERVE
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
+        if self.store is None:
+            return
+        try:
+            self.batches.append(self.store.put((args, kwargs)))
+        except OSError as error:
+            self.why_no_inputs = f"the inputs could not be kept on disk ({error})"
+            log.warning("calibration goes on, but asym=True will not work: %s", self.why_no_inputs)
+            self.close()
+
+    def close(self) -> None:
+        self.batches.clear()
+        if self.store is not None:
+            self.store.close()
+        self.store = None
+
+    def layerwise_calibration(
+        self, device: Any = None, asym: bool = False, w_quant: bool = False, a_quant: bool = False
+    ) -> None:
+        """Turn what was observed into scales. With `asym`, observe again behind the quantized predecessors."""
+        quantizers = list(self._input_quantizers())
+        if quantizers and not any(q.observer.has_data for q in quantizers):
+            raise CalibrationError(
+                "no calibration data: run some batches through the model between prepare_calibration() and "
+                "calc_qparams()"
+            )
+        for quantizer in quantizers:
+            quantizer.mode = Mode.FLOAT
+        if asym:
+            if self.store is None:
+                raise CalibrationError(f"calc_qparams(asym=True) needs the inputs again, but {self.why_no_inputs}")
+            calibrate_asym(
+                self.model, [self.store.get(b) for b in self.batches], w_quant or not a_quant, a_quant or not w_quant
+            )
+        else:
+            for module in self.model.modules():
+                if isinstance(module, QuantOpr):
+                    calibrate_input(module)
+                    calibrate_weight(module)
+        for quantizer in _quantizers(self.model):
+            quantizer.observer.reset()
+
+    def _input_quantizers(self) -> Iterable[Quantizer]:
+        for module in self.model.modules():
+            if isinstance(module, QuantOpr) and module.input_quantizer is not None:
+                if not module.input_quantizer.absorbed:
+                    yield module.input_quantizer
+
+
+def _quantizers(model: nn.Module) -> Iterable[Quantizer]:
+    return (m for m in model.modules() if isinstance(m, Quantizer))
+
+
+def calibrate_input(module: QuantOpr) -> None:
+    """The grid of a layer's input; a quantizer that never saw a float tensor is switched off by name."""
+    quantizer = module.input_quantizer
+    if quantizer is None or quantizer.absorbed:
+        return
+    if not quantizer.observer.has_data:
+        log.warning("%s saw no floating-point data during calibration: it stays float", quantizer.name)
+        quantizer.set_fake_fused()
+        return
+    quantizer.calc_qparams()
+
+
+@torch.no_grad()
+def calibrate_weight(module: QuantOpr) -> None:
+    quantizer = module.weight_quantizer
+    if quantizer is None or quantizer.absorbed:
+        return
+    assert isinstance(module.weight, Tensor)
+    quantizer.observer.reset()
+    quantizer.update_observer(module.weight)
+    quantizer.calc_qparams()
+
+
+@torch.no_grad()
+def calibrate_asym(
+    model: fx.GraphModule,
+    batches: list[Batch],
+    w_quant: bool = True,
+    a_quant: bool = True,
+    offload: str = "device",
+    on_node: Callable[[fx.Node], None] = lambda node: None,
+) -> None:
+    """Walk the graph once: each layer is calibrated on the outputs of its quantized predecessors, then quantized."""
+    lane = Lane(model, batches, Store(offload))
+    done: set[nn.Module] = set()
+    for node in model.graph.nodes:
+        module = module_of(node, model) if node.op == "call_module" else None
+        if isinstance(module, QuantOpr) and module not in done:
+            done.add(module)
+            _observe_inputs(lane, node, module)
+            calibrate_input(module)
+            calibrate_weight(module)
+        with quant_mode(module, w=w_quant, a=a_quant) if isinstance(module, QuantOpr) else nullcontext():
+            lane.step(node)
+        on_node(node)
+
+
+def _observe_inputs(lane: Lane, node: fx.Node, module: QuantOpr) -> None:
+    """Show the input quantizer every batch, as the layer will see it."""
+    quantizer = module.input_quantizer
+    if quantizer is None or quantizer.absorbed:
+        return
+    quantizer.observer.reset()
+    quantizer.mode = Mode.OBSERVE
+    try:
+        for args, kwargs in lane.inputs(node):
+            module.quantize_first(args, kwargs)
+    finally:
+        quantizer.mode = Mode.FLOAT

@@ -1,0 +1,105 @@
+"""Registry: key -> implementation. The one mechanism behind every extension point.
+
+A registry is a Mapping, refuses duplicates, and a miss names its neighbours. `discover` imports every
+file of a package, so that adding a file is all it takes to add a plug-in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from sparsebit.errors import RegistryError
+
+T = TypeVar("T")
+
+
+def plain_name(name: Hashable) -> Hashable:
+    """`LSQ_plus`, `lsq-plus` and `lsq+` are the same plug-in; non-strings are their own key."""
+    if not isinstance(name, str):
+        return name
+    return name.strip().lower().replace("-", "_").replace("_plus", "+")
+
+
+class Registry(Mapping[Any, T], Generic[T]):
+    """Names (any letter case) or objects (module classes, functions) to implementations."""
+
+    def __init__(self, what: str):
+        self.what = what  # "observer": used in messages
+        self._items: dict[Hashable, T] = {}
+
+    def register(self, *keys: Hashable, replace: bool = False) -> Callable[[T], T]:
+        """Decorator. With no keys the class is registered under its `TYPE`."""
+
+        def add(item: T) -> T:
+            self.add(keys or self._type_of(item), item, replace=replace)
+            return item
+
+        return add
+
+    def add(self, keys: Iterable[Hashable], item: T, replace: bool = False) -> None:
+        for key in keys:
+            known = self._items.get(plain_name(key))
+            if known is not None and not replace and not _same_definition(known, item):
+                raise RegistryError(
+                    f"{self.what} {_show(key)} is already registered by {_show(known)}; "
+                    f"choose another name, or pass replace=True to take its place"
+                )
+            self._items[plain_name(key)] = item
+
+    def _type_of(self, item: Any) -> tuple[Hashable, ...]:
+        name = getattr(item, "TYPE", None)
+        if not name:
+            raise RegistryError(f"{self.what} {_show(item)} needs a class attribute TYPE = '<its name>'")
+        return (name,)
+
+    def __getitem__(self, key: Hashable) -> T:
+        try:
+            return self._items[plain_name(key)]
+        except KeyError:
+            raise RegistryError(f"unknown {self.what} {_show(key)}{self.hint(key)}") from None
+
+    def hint(self, key: Hashable) -> str:
+        """`; did you mean X?`, or the list of what there is."""
+        names = sorted(k for k in self._items if isinstance(k, str))
+        close = difflib.get_close_matches(str(plain_name(key)), names, 1)
+        if close:
+            return f"; did you mean {close[0]}?"
+        return f"; known: {', '.join(names)}" if names else ""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, Hashable) and plain_name(key) in self._items
+
+    def __repr__(self) -> str:
+        return f"Registry({self.what}: {', '.join(map(_show, self._items))})"
+
+    def discover(self, package: str) -> None:
+        """Import every module of `package`; each registers what it defines."""
+        paths = importlib.import_module(package).__path__
+        for info in pkgutil.iter_modules(paths):
+            if not info.name.startswith("_"):
+                importlib.import_module(f"{package}.{info.name}")
+
+
+def _same_definition(a: Any, b: Any) -> bool:
+    """The same class defined again by a reload or a re-run notebook cell may take its own place."""
+    if a is b:
+        return True
+    where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
+    return None not in where[0] and where[0] == where[1]
+
+
+def _show(x: Any) -> str:
+    if isinstance(x, str):
+        return repr(x)
+    name = getattr(x, "__qualname__", None)
+    return f"{getattr(x, '__module__', '')}.{name}".strip(".") if name else repr(x)
