@@ -31,7 +31,8 @@ class Config(BaseModel):
     strings is read in any letter case, with `-` or `_`.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # "always": a section that is passed in is checked and copied, never shared between two configs
+    model_config = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
     _frozen: bool = PrivateAttr(default=True)
 
     def __init__(self, /, **options: Any) -> None:
@@ -77,7 +78,7 @@ class Config(BaseModel):
     @classmethod
     def _read(cls, data: Any) -> Any:
         if isinstance(data, Config):
-            data = data._options()  # sections are never shared between two configs
+            data = data._options()  # a config of another class
         if data is None:
             data = {}  # `OBSERVER:` with nothing below it
         if not hasattr(data, "items"):

@@ -69,7 +69,7 @@ def _describe(item: Any, cls: type[Config]) -> str:
     kind, value = item["type"], item["input"]
     if kind == "extra_forbidden":
         section = _section(cls, item["loc"][:-1])
-        return unknown_option(str(item["loc"][-1]), section.option_names() if section else [])
+        return unknown_option(str(item["loc"][-1]), section.option_names()) if section else "unknown option"
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f"{show(value)} is not one of {', '.join(options)}{did_you_mean(str(value), options)}"

@@ -1,13 +1,11 @@
-"""Value types that every section may use: choices in any spelling, and names of torch devices."""
+"""Choices (a Literal of strings) in any spelling."""
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator
-
-from sparsebit.errors import ConfigError
+from pydantic import BaseModel
 
 
 def fold(text: str) -> str:
@@ -24,25 +22,3 @@ def choices(cls: type[BaseModel]) -> dict[str, dict[str, str]]:
         if options and all(isinstance(option, str) for option in options):
             found[name] = {fold(option): option for option in options}
     return found
-
-
-def default_device() -> str:
-    import torch  # late: reading a config must not be what loads torch or touches CUDA
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device_name(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.device):
-        return str(value)
-    if isinstance(value, str):
-        try:
-            torch.device(value)
-        except RuntimeError:
-            raise ConfigError(f"{value!r} is not a torch device; write cpu, cuda or cuda:0") from None
-    return value
-
-
-Device = Annotated[str, BeforeValidator(_device_name)]

@@ -20,6 +20,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *other`
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 continue  # PyYAML itself says what is wrong with it
@@ -60,7 +62,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:
-    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False)
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -19,14 +19,14 @@ from sparsebit.numeric.spec import as_channels, channel_axis
 OCTAVES = 16  # values below 2^-15 of the largest round to 0 at any width we quantize to
 MANTISSA = (5, 10)  # bits of relative resolution: many channels ... one channel
 BINS = 2**19  # all channels together, where MANTISSA allows
-SAMPLE = 2**17  # values of one tensor that are looked at; small tensors are taken whole
+SAMPLE = 2**16  # values of one tensor that are looked at; small tensors are taken whole
 SAMPLE_PER_CHANNEL = 2**12
 LOOP_FROM = 2**15  # aminmax over a whole tensor is vectorised, over a dimension it is not
 
 
 @dataclass(frozen=True)
 class Bins:
-    """Values between `lo` and `hi`, `count` of them; (channels, bins), ascending. Single values have lo == hi."""
+    """`count` values between `lo` and `hi`; (channels, bins), ascending. Equal values have lo == hi."""
 
     lo: Tensor
     hi: Tensor
@@ -34,6 +34,7 @@ class Bins:
 
     @property
     def exact(self) -> bool:
+        """Single values, not intervals."""
         return self.lo is self.hi
 
     def total(self) -> Tensor:
@@ -53,7 +54,7 @@ class Bins:
 
 
 class Histogram:
-    """Counts per channel. Up to `exact` values per channel are kept as they are; beyond that they are counted."""
+    """Counts per channel. Up to `exact` values per channel are kept as they are; then they are counted."""
 
     def __init__(self, channels: int, exact: int | None = None, device: torch.device | str = "cpu"):
         fine = int(math.log2(BINS / (2 * OCTAVES * channels))) if channels * 2 * OCTAVES < BINS else 0
@@ -74,7 +75,7 @@ class Histogram:
         if stride == 1:
             self._add_values([rows])
         else:
-            self._count(rows[:, ::stride], stride)
+            self._count(rows[:, ::stride].contiguous(), stride)
             self._count(torch.stack([low, high], 1), 1)
 
     def merge(self, other: Histogram) -> None:
@@ -98,13 +99,14 @@ class Histogram:
         index = self._index(rows).long()
         if len(counts) > 1:
             index += torch.arange(0, counts.numel(), counts.shape[1], device=index.device)[:, None]
-        ones = torch.full((1,), weight, device=index.device).expand(index.numel())
-        counts.view(-1).scatter_add_(0, index.view(-1), ones)
+        counts.view(-1).scatter_add_(0, index.view(-1), torch.full_like(index.view(-1), weight))
 
     def _index(self, rows: Tensor) -> Tensor:
         pattern = rows.view(torch.int32)
         floor = ((self.top + (1 - OCTAVES)) << self.mantissa) - 1
-        index = (pattern & 0x7FFFFFFF).bitwise_right_shift_(23 - self.mantissa).sub_(floor[:, None]).clamp_(min=0)
+        index = (
+            (pattern & 0x7FFFFFFF).bitwise_right_shift_(23 - self.mantissa).sub_(floor[:, None]).clamp_(min=0)
+        )
         sign = pattern >> 31  # 0 or -1; (x ^ -1) + 1 is -x
         return index.bitwise_xor_(sign).sub_(sign).add_(self.half)
 
@@ -131,7 +133,7 @@ class Histogram:
             self.counts = None if self.counts is None else self.counts.to(device)
 
     def bins(self, low: Tensor, high: Tensor, mantissa: int = MANTISSA[1], absolute: bool = False) -> Bins:
-        """What was counted, on at most `mantissa` bits of resolution and cut to the true range; of |x| if `absolute`."""
+        """What was seen (|x| of it if `absolute`), on at most `mantissa` bits, cut to the true range."""
         if self.counts is None:
             values = torch.cat(self.values, 1)
             values = (values.abs() if absolute else values).sort(1).values
@@ -145,7 +147,11 @@ class Histogram:
         edges = ((codes + ((self.top + (1 - OCTAVES)) << bits)[:, None]) << (23 - bits)).view(torch.float32)
         lo, hi, none = edges[:, :-1], edges[:, 1:], torch.zeros_like(edges[:, :1])
         if absolute:
-            lo, hi, count = torch.cat([none, lo], 1), torch.cat([none, hi], 1), torch.cat([zero, above + below.flip(1)], 1)
+            lo, hi, count = (
+                torch.cat([none, lo], 1),
+                torch.cat([none, hi], 1),
+                torch.cat([zero, above + below.flip(1)], 1),
+            )
             low, high = torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
         else:
             lo, hi = torch.cat([-hi.flip(1), none, lo], 1), torch.cat([-lo.flip(1), none, hi], 1)
@@ -164,14 +170,14 @@ def _shift(counts: Tensor, steps: Tensor) -> Tensor:
 
 
 def sample_stride(channels: int, samples: int) -> int:
-    """Every how many-th value of a row is looked at; depends on the shape only, so batches may come in any order.
+    """Every how many-th value of a row is looked at. Depends on the shape only, so batch order cannot matter.
 
     It shares no factor with the row length: no image column, row or channel is seen more often than others.
     """
     want = max(SAMPLE // channels, SAMPLE_PER_CHANNEL)
     stride = max(samples // want, 1)
     while math.gcd(stride, samples) > 1:
-        stride -= 1
+        stride += 1
     return stride
 
 

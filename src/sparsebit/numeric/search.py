@@ -1,7 +1,7 @@
-"""Searches for the value range that costs least: squared error, or Kullback-Leibler divergence (Migacz, GTC 2017).
+"""Searches for the value range of least squared error, or of least KL divergence (Migacz, GTC 2017).
 
-Both work on `Bins`, all channels and many candidates at a time. Inside a bin values count as evenly spread, so
-the squared error of rounding has a closed form: the integral of (u - round u)^2 is n/12 + (u - n)^3/3, n = round u.
+All channels and many candidates at a time, on `Bins`. Values count as evenly spread inside a bin, which gives
+the error of rounding in closed form: the integral of (u - n)^2, n = round(u), is n/12 + (u - n)^3/3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sparsebit.numeric.histogram import Bins
 from sparsebit.numeric.qparams import qparams_from_minmax
 from sparsebit.numeric.spec import QuantSpec
 
-BLOCK = 2**17  # values in work at a time: stays in the cache
+BLOCK = 2**16  # values in work at a time: stays in the cache
 KL_BINS = 2048
 KL_STEP = 8  # every how many-th bin is tried as the end of the range
 
@@ -33,6 +33,7 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     shares = (torch.cat([fine, coarse]) * most).to(low)[:, None]
     lo, hi = _best(bins, spec, [(low * shares, high * shares)])
     if not spec.symmetric and bool(((low < 0) & (high > 0)).any()):
+        shares = shares[::2]
         for _ in range(2):
             lo, hi = _best(bins, spec, [(lo, hi), (lo.expand(len(shares), -1), high * shares)])
             lo, hi = _best(bins, spec, [(lo, hi), (low * shares, hi.expand(len(shares), -1))])
@@ -50,7 +51,7 @@ def _best(bins: Bins, spec: QuantSpec, ranges: Iterable[tuple[Tensor, Tensor]]) 
 
 
 def squared_error(bins: Bins, lo: Tensor, hi: Tensor, spec: QuantSpec) -> Tensor:
-    """Mean squared error of rounding to the grids of the ranges; lo, hi and the result are (candidates, channels)."""
+    """Mean squared error on the grids of the ranges [lo, hi]; all three are (candidates, channels)."""
     qparams = qparams_from_minmax(lo, hi, spec)
     scale = qparams.scale.view_as(lo)
     first = spec.qmin - qparams.zero_point.view_as(lo)
@@ -71,17 +72,24 @@ def _error(bins: Bins, part: slice, scale: Tensor, first: Tensor, levels: int) -
     count, step = bins.count[part], scale[..., None]
     if bins.exact:
         u = bins.lo[part] / step
-        code = u.round().clamp_(first[..., None], first[..., None] + levels)
+        code = _clamp(u.round(), first[..., None], levels)
         return code.sub_(u).square_().mul_(count).sum(-1).double() * scale.double().square()
     step, first = step.double(), first[..., None].double()
     lo = bins.lo[part].double()
-    hi = torch.maximum(bins.hi[part].double(), lo + lo.abs() * 1e-6 + 1e-30)  # a single value is a very thin bin
+    hi = torch.maximum(
+        bins.hi[part].double(), lo + lo.abs() * 1e-6 + 1e-30
+    )  # a single value is a very thin bin
     integral = []
     for edge in (lo, hi):
         u = edge / step
-        code = u.round().clamp_(first, first + levels)
+        code = _clamp(u.round(), first, levels)
         integral.append(u.sub_(code).pow_(3).div_(3).add_(code, alpha=1 / 12))
     return integral[1].sub_(integral[0]).mul_(count / (hi - lo)).sum(-1) * scale.double() ** 3
+
+
+def _clamp(code: Tensor, first: Tensor, levels: int) -> Tensor:
+    """In place; twice as fast as clamp_ with tensors for bounds."""
+    return torch.minimum(torch.maximum(code, first, out=code), first + levels, out=code)
 
 
 def linear_histogram(bins: Bins, high: Tensor, size: int = KL_BINS) -> Tensor:
@@ -128,7 +136,9 @@ def _divergence(h: Tensor, levels: Tensor, ends: Tensor) -> Tensor:
     kept = cum[:, ends]
     beyond = total - kept
     groups = torch.arange(int(levels.max()) + 1, device=h.device)
-    cuts = (ends[:, None] * groups // levels[:, None, None]).minimum(ends[:, None])  # (channels, ends, groups + 1)
+    cuts = (ends[:, None] * groups // levels[:, None, None]).minimum(
+        ends[:, None]
+    )  # (channels, ends, groups + 1)
     mass, used = (t.gather(1, cuts.flatten(1)).view_as(cuts).diff(dim=2) for t in (cum, filled))
     last = h[:, ends - 1]
     # P's last bin holds what lies beyond; it belongs to the last group that is not empty

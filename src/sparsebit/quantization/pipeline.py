@@ -49,11 +49,11 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
             ctx.float_ops[node.name] = _describe(node, gm)
             continue
         source = module_of(node, gm) if node.op == "call_module" else node
-        if isinstance(source, nn.Module) and source in first_call:
-            repeats.append((node, first_call[source]))  # one module, called again: one QModule
-            continue
-        if isinstance(source, nn.Module):
-            first_call[source] = node
+        if isinstance(source, nn.Module) and any(True for _ in source.parameters()):
+            first = first_call.setdefault(source, node)
+            if first is not node:  # weights used again: one QModule for all calls; others get one per call
+                repeats.append((node, first))
+                continue
         qmodule = cls(source, ctx.config) if source is node or _takes_config(cls) else cls(source)
         qmodule.training = gm.training
         new[node] = (node.name, qmodule)

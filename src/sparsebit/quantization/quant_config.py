@@ -13,14 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from sparsebit.config import Config, Device, PluginConfig, did_you_mean
+from sparsebit.config import Config, PluginConfig, did_you_mean
 from sparsebit.config.messages import STARTS_WITH_KEY
-from sparsebit.config.values import default_device
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
 from sparsebit.quantization.specific import Overrides, resolve, unmatched, variants
 from sparsebit.registry import Registry
+from sparsebit.utils.device import Device, default_device
 
 __all__ = [
     "ActivationConfig",
@@ -242,7 +242,7 @@ def verify_schedule(cfg: QuantConfig) -> None:
     """Raise ConfigError for passes that cannot work with these options."""
     if cfg.schedule.bn_tuning and not cfg.w.qscheme.startswith("per-channel"):
         raise ConfigError(
-            f"SCHEDULE.BN_TUNING: batch norms are folded into scales of single channels when they are tuned; "
+            f"SCHEDULE.BN_TUNING: tuning sets the scales of single channels; "
             f"write W.QSCHEME: per-channel-symmetric instead of {cfg.w.qscheme}, or BN_TUNING: false"
         )
 

@@ -6,8 +6,10 @@ where two patterns match the same layer the later one wins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import translate
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, WithJsonSchema
@@ -80,7 +82,7 @@ def resolve(cfg: T, names: Sequence[str]) -> T:
         pairs
         for rule in cfg.specific
         for pattern, pairs in rule.items()
-        if any(fnmatchcase(name, pattern) for name in names)
+        if any(map(_matcher(pattern), names))
     ]
     if not cfg.is_frozen():
         return _apply(cfg, matching, names)
@@ -96,7 +98,13 @@ def unmatched(cfg: TensorConfig, names: Iterable[str]) -> list[str]:
     """Patterns that match none of `names` (the fx names and module paths of all layers)."""
     names = list(names)
     patterns = dict.fromkeys(pattern for rule in cfg.specific for pattern in rule)
-    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    return [pattern for pattern in patterns if not any(map(_matcher(pattern), names))]
+
+
+@functools.lru_cache(maxsize=4096)
+def _matcher(pattern: str) -> Callable[[str], object]:
+    """fnmatchcase for one pattern; the pattern is translated once, not once per layer."""
+    return re.compile(translate(pattern)).match
 
 
 def _apply(cfg: T, matching: list[list[Any]], names: Sequence[str]) -> T:

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from sparsebit.config import Config, Device, fold
-from sparsebit.config.values import default_device
+from sparsebit.config import Config, fold
+from sparsebit.utils.device import Device, default_device
 
 __all__ = ["SparseConfig", "SparserConfig", "parse_sconfig"]
 

@@ -19,10 +19,6 @@ def _is_shape(m: Match, node: fx.Node) -> bool:
     return node.args[1:] == ("shape",)
 
 
-def _is_whole(m: Match, node: fx.Node) -> bool:
-    return len(node.args) == 1 and not node.kwargs
-
-
 def _is_int_index(m: Match, node: fx.Node) -> bool:
     return type(node.args[1]) is int
 
@@ -39,8 +35,7 @@ def _to_size_of_dim(m: Match) -> fx.Node:
 
 _X = Pat(ANY, name="x")
 _SHAPE = Pat(getattr, _X, where=_is_shape)
-_WHOLE = Pat(torch.Tensor.size, _X, where=_is_whole, shared=True)
-_DIM = Pat(operator.getitem, _WHOLE, where=_is_int_index)
+_DIM = Pat(operator.getitem, Pat(torch.Tensor.size, _X, shared=True), where=_is_int_index)
 
 
 @graph_pass("getattr_to_shape", keeps_output=True)

@@ -58,7 +58,7 @@ class Opr(nn.Module):
 
     def extra_repr(self) -> str:
         op = self.__dict__.get("op")
-        return getattr(op, "__name__", "") if op is not None else ""
+        return getattr(op, "__name__", "") if op is not None else super().extra_repr()
 
 
 class QuantOpr(Opr):

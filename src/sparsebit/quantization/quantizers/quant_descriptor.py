@@ -65,5 +65,5 @@ class QuantDescriptor:
         return self.qmin, self.qmax
 
     def __repr__(self) -> str:
-        kind = f"{'int' if self.is_symmetric else 'uint'}{self.bit}"
-        return f"{kind} {'per-channel' if self.is_perchannel else 'per-tensor'}-{'symmetric' if self.is_symmetric else 'affine'}"
+        kind = "int" if self.is_symmetric else "uint"
+        return f"{kind}{self.bit} {str(self.scheme).removeprefix('torch.').replace('_', '-')}"

@@ -133,8 +133,8 @@ class SubgraphMatcher:
                 return False
         for names, check in self.joint_checkers:
             if last in names and placed.keys() >= set(names):
-                nodes = {name: placed[name] for name in names}
-                if not check(*nodes.values(), modules=self.modules(nodes, m)):
+                modules = self.modules({name: placed[name] for name in names}, m)
+                if not check(*(placed[name] for name in names), modules=modules):
                     return False
         return True
 

@@ -1,0 +1,273 @@
+"""Observer: sees batches one at a time, keeps a small state, and gives the value range to quantize to.
+
+A new observer is a subclass with a TYPE that collects something in `accumulate(x)`, x of (channels, samples),
+and turns it into a range in `calc_minmax()`. The exact range of everything seen is there as `seen_range()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.config import Config
+from sparsebit.errors import CalibrationError
+from sparsebit.numeric.histogram import Bins, Histogram, channel_minmax, image_minmax, sample_stride
+from sparsebit.numeric.qparams import qparams_from_minmax
+from sparsebit.numeric.spec import QuantSpec, as_channels
+from sparsebit.quantization.common import Backend, Granularity, QuantTarget
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+EXACT_WEIGHT = 2**16  # values per channel that are kept as they are: weights are in memory anyway
+
+
+class DataCache:
+    """Whole batches, for observers written for the old API."""
+
+    def __init__(self, qdesc: Any):
+        self.qdesc = qdesc
+        self._data_cache: list[Tensor] = []
+
+    def update(self, data: Tensor) -> None:
+        self._data_cache.append(data)
+
+    def reset(self) -> None:
+        self._data_cache = []
+
+    def __len__(self) -> int:
+        return len(self._data_cache)
+
+    def get_data_cache(self) -> list[Tensor]:
+        if not self._data_cache:
+            raise CalibrationError("no data cached; run some batches before the range is computed")
+        return self._data_cache
+
+    def get_batch_size(self) -> int | None:
+        """How many images were seen; None for weights."""
+        return None if self.qdesc.target is QuantTarget.WEIGHT else sum(len(d) for d in self._data_cache)
+
+    def get_data_for_calibration(self, granularity: Granularity) -> Tensor:
+        """(1, values), or (channels, values) if CHANNELWISE."""
+        axis = self.qdesc.ch_axis if granularity is Granularity.CHANNELWISE else None
+        return torch.cat([as_channels(d, axis) for d in self.get_data_cache()], 1)
+
+
+class Observer(nn.Module):
+    """Base of all observers.
+
+    One that overrides none of `accumulate`, `observe` and `update` finds all batches in `self.data_cache`, as
+    in the old API; its memory grows with the number of batches.
+    """
+
+    TYPE: ClassVar[str] = ""
+    min_val: Tensor  # the range last computed: () before, (1,) or (channels,) after
+    max_val: Tensor
+
+    class Params(Config):
+        """Options of an observer, read from OBSERVER.<TYPE> of the config."""
+
+    def __init__(self, config: Any, qdesc: Any):
+        super().__init__()
+        self.cfg = config
+        self.qdesc = qdesc
+        self.backend = Backend.VIRTUAL
+        self.register_buffer("min_val", torch.tensor(float("-inf")))
+        self.register_buffer("max_val", torch.tensor(float("inf")))
+        streams = any(
+            getattr(type(self), m) is not getattr(Observer, m) for m in ("accumulate", "observe", "update")
+        )
+        self.data_cache: Any = None if streams else DataCache(qdesc)
+        self.reset()
+
+    # -- what a subclass defines ---------------------------------------------------------------------
+    def accumulate(self, x: Tensor) -> None:
+        """Take in one batch, (channels, samples); one channel if the scheme is per tensor."""
+
+    def calc_minmax(self) -> tuple[Tensor, Tensor]:
+        """The range to quantize to, two tensors of shape (channels,)."""
+        raise NotImplementedError(f"{type(self).__name__} must define calc_minmax()")
+
+    def merge(self, other: Self) -> None:
+        """As if this observer had also seen the batches of `other`. Subclasses add their own state."""
+        if type(other) is not type(self):
+            raise CalibrationError(f"cannot merge {type(other).__name__} into {type(self).__name__}")
+        if other.low is not None and other.high is not None:
+            self._extend(other.low, other.high, other.batches)
+        if self.data_cache is not None:
+            for batch in other.data_cache._data_cache:
+                self.data_cache.update(batch)
+
+    def reset(self) -> None:
+        """Forget all batches; the range last computed stays."""
+        self.low: Tensor | None = None
+        self.high: Tensor | None = None
+        self.batches = 0
+        if self.data_cache is not None:
+            self.data_cache.reset()
+
+    # -- seeing data ---------------------------------------------------------------------------------
+    @torch.no_grad()
+    def update(self, x: Tensor) -> None:
+        """See one batch of any shape and type. NaN and Inf are refused; empty batches are ignored."""
+        if x.numel():
+            self.observe(x.detach().float())
+
+    def observe(self, x: Tensor) -> None:
+        """One batch in its own layout, float32. Override where the axis of images matters."""
+        self.see(*channel_minmax(x, self.spec.axis), x)
+        if self.data_cache is not None:
+            self.data_cache.update(x.clone())  # an in-place ReLU may follow
+        else:
+            self.accumulate(as_channels(x, self.spec.axis))
+
+    def see(self, low: Tensor, high: Tensor, x: Tensor) -> None:
+        """Widen the exact range; the two ends also tell whether all values of `x` are finite."""
+        if low.is_cpu and not bool((low.isfinite() & high.isfinite()).all()):  # other devices: see seen_range
+            bad = int((~x.isfinite()).sum())
+            raise CalibrationError(
+                f"NaN or Inf in calibration data: {bad} of {x.numel()} values, batch {self.batches + 1}; "
+                f"check the inputs and the float model"
+            )
+        self._extend(low, high, 1)
+
+    def _extend(self, low: Tensor, high: Tensor, batches: int) -> None:
+        if self.low is not None and self.high is not None:
+            if low.shape != self.low.shape:
+                raise CalibrationError(
+                    f"batch {self.batches + 1} has {len(low)} channels, those before had {len(self.low)}; "
+                    f"use a per-tensor QSCHEME, or check ch_axis and LAYOUT"
+                )
+            low, high = low.minimum(self.low.to(low.device)), high.maximum(self.high.to(high.device))
+        self.low, self.high = low, high
+        self.batches += batches
+
+    @property
+    def has_data(self) -> bool:
+        return self.low is not None
+
+    def seen_range(self) -> tuple[Tensor, Tensor]:
+        """Exact smallest and largest value of everything seen, per channel."""
+        if self.low is None or self.high is None:
+            raise CalibrationError("saw no data; run some batches through the model before computing ranges")
+        if not bool((self.low.isfinite() & self.high.isfinite()).all()):
+            raise CalibrationError(
+                f"NaN or Inf in calibration data, in one of {self.batches} batches; "
+                f"check the inputs and the float model"
+            )
+        return self.low, self.high
+
+    # -- results -------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def calc_qparams(self) -> tuple[Tensor, Tensor]:
+        """Scale and zero point, (channels,) or (1,); the range is kept as `min_val` and `max_val`."""
+        self.seen_range()
+        home = self.min_val.device
+        low, high = self.calc_minmax()
+        self.min_val, self.max_val = (t.detach().float().reshape(-1).to(home) for t in (low, high))
+        return self.calc_qparams_with_minmax(self.min_val, self.max_val)
+
+    def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
+        qparams = qparams_from_minmax(min_val, max_val, self.spec)
+        return qparams.scale, qparams.zero_point
+
+    @cached_property
+    def params(self) -> Any:
+        return self.cfg.observer.params(self.TYPE)
+
+    @property
+    def spec(self) -> QuantSpec:
+        spec: QuantSpec = self.qdesc.spec
+        return spec
+
+    @property
+    def ch_axis(self) -> int:
+        return int(self.qdesc.ch_axis)
+
+    @property
+    def is_perchannel(self) -> bool:
+        return bool(self.qdesc.is_perchannel)
+
+    @property
+    def is_symmetric(self) -> bool:
+        return bool(self.qdesc.is_symmetric)
+
+    @property
+    def is_weight(self) -> bool:
+        return self.qdesc.target is QuantTarget.WEIGHT
+
+    @property
+    def device(self) -> torch.device:
+        return self.min_val.device
+
+    def extra_repr(self) -> str:
+        return f"{self.TYPE}, batches={self.batches}"
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the range in whatever shape it was saved."""
+        for name in ("min_val", "max_val"):
+            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and saved.shape != mine.shape:
+                setattr(self, name, torch.empty_like(saved, device=mine.device))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class CachingObserver(Observer):
+    """Keeps every batch in `self.data_cache`: the explicit name for observers written for the old API."""
+
+
+class HistogramObserver(Observer):
+    """Base of observers that work on the distribution of values (numeric/histogram.py)."""
+
+    histogram: Histogram | None
+
+    def observe(self, x: Tensor) -> None:
+        low, high = channel_minmax(x, self.spec.axis)
+        self.see(low, high, x)
+        rows = as_channels(x, self.spec.axis)
+        if self.histogram is None:
+            self.histogram = Histogram(len(rows), EXACT_WEIGHT if self.is_weight else None, x.device)
+        stride = 1 if self.is_weight else sample_stride(*rows.shape)
+        self.histogram.add(rows, low, high, stride)
+
+    def merge(self, other: Self) -> None:
+        super().merge(other)
+        if self.histogram is None:
+            self.histogram = copy.deepcopy(other.histogram)
+        elif other.histogram is not None:
+            self.histogram.merge(other.histogram)
+
+    def reset(self) -> None:
+        super().reset()
+        self.histogram = None
+
+    def bins(self, **options: Any) -> Bins:
+        """What was seen, as bins."""
+        low, high = self.seen_range()
+        if self.histogram is None:  # not with data: update() fills both
+            raise CalibrationError("saw no data")
+        return self.histogram.bins(low, high, **options)
+
+
+class ImageObserver(Observer):
+    """Base of observers of per-image ranges: `accumulate_images` gets two (images, channels) tensors.
+
+    A weight counts as one image.
+    """
+
+    def observe(self, x: Tensor) -> None:
+        low, high = image_minmax(x[None] if self.is_weight else x, self.image_axis)
+        self.see(low.amin(0), high.amax(0), x)
+        self.accumulate_images(low.double(), high.double())
+
+    @property
+    def image_axis(self) -> int | None:
+        axis = self.spec.axis
+        return axis + 1 if self.is_weight and axis is not None else axis
+
+    def accumulate_images(self, low: Tensor, high: Tensor) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must define accumulate_images()")

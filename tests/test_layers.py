@@ -1,0 +1,135 @@
+"""The house rule of DESIGN: a package imports only packages below it, and importing is light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "sparsebit"
+
+# package (longest prefix wins) -> layer, and where siblings of one layer are ordered, their order
+LAYERS = {
+    "errors": 0,
+    "registry": 0.1,
+    "config": 0.2,
+    "numeric": 1,
+    "graph": 1,
+    "quantization.common": 1.5,
+    "quantization.presets": 1.5,
+    "quantization.specific": 1.5,
+    "quantization.quantizers.quant_descriptor": 1.9,
+    "quantization.observers": 2.0,
+    "quantization.quantizers": 2.1,
+    "quantization.quant_config": 2.2,
+    "quantization.modules": 2.3,
+    "quantization.converters": 2.4,
+    "quantization.quant_tracer": 2.4,
+    "quantization.tools": 2.4,
+    "quantization.pipeline": 2.5,
+    "quantization.checkpoint": 2.5,
+    "quantization.feeding": 2.5,
+    "quantization.quant_model": 3,
+    "quantization": 3,
+    "sparse": 3,
+    "utils.device": 0.3,
+    "utils": 3,
+    "": 3.5,
+    "cli": 4,
+}
+NEVER = [("numeric", "graph"), ("graph", "numeric"), ("quantization", "sparse"), ("sparse", "quantization")]
+
+
+def layer(name: str) -> float:
+    parts = name.split(".")
+    prefixes = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    return next(LAYERS[p] for p in prefixes if p in LAYERS)
+
+
+def imports(path: Path, top_level_only: bool):
+    """Dotted names below `sparsebit.` that a file imports (late imports inside functions do not count)."""
+    tree = ast.parse(path.read_text())
+    package = list(path.relative_to(ROOT).parts[:-1])
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*(["sparsebit", *base] if node.level else []), *([node.module] if node.module else [])])
+            names = [stem] + [f"{stem}.{a.name}" for a in node.names]
+        else:
+            continue
+        yield from (n.removeprefix("sparsebit").lstrip(".") for n in names if n.split(".")[0] == "sparsebit")
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        yield ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def test_imports_point_downward():
+    wrong = []
+    for name, path in modules():
+        name = "" if name == "__init__" else name
+        for target in imports(path, top_level_only=True):
+            if is_module(target) and layer(target) > layer(name):
+                wrong.append(f"{name or 'sparsebit'} (layer {layer(name)}) imports {target} (layer {layer(target)})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_siblings_do_not_know_each_other():
+    wrong = []
+    for name, path in modules():
+        for target in imports(path, top_level_only=False):
+            wrong += [f"{name} -> {target}" for a, b in NEVER if name.split(".")[0] == a and target.split(".")[0] == b]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_and_functions_stay_small():
+    wrong = []
+    for name, path in modules():
+        text = path.read_text()
+        if text.count("\n") > 330:
+            wrong.append(f"{name}: {text.count(chr(10))} lines; split it by concept")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or 0) - node.lineno + 1
+                if length > 60:
+                    wrong.append(f"{name}.{node.name}: {length} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", ["sparsebit", "sparsebit.quantization.quant_model"])
+def test_import_loads_nothing_heavy(module):
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'onnx', 'onnxruntime', 'transformers', 'sklearn', 'torchvision', 'triton', 'scipy', 'pandas'}\n"
+        "print(','.join(sorted(heavy & set(sys.modules))))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert not found, f"import {module} loads {found}"
+
+
+def test_import_adds_little_to_torch():
+    """At most 0.3 s on top of `import torch`, in CPU time and the best of five, because machines are noisy."""
+    code = (
+        "import time, torch\n"
+        "t = time.process_time()\n"
+        "import sparsebit; sparsebit.QuantModel\n"
+        "print(time.process_time() - t)"
+    )
+    run = lambda: float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    best = 9.0
+    for _ in range(5):
+        best = min(best, run())
+        if best <= 0.3:
+            break
+    assert best <= 0.3, f"import sparsebit takes {best:.2f} s after import torch"
