@@ -31,7 +31,9 @@ def extremes(parts):
     return x.amin(1), x.amax(1)
 
 
-PARTS = [torch.randn(3, 5000, generator=torch.Generator().manual_seed(i)) * s for i, s in enumerate((0.01, 300, 1))]
+PARTS = [
+    torch.randn(3, 5000, generator=torch.Generator().manual_seed(i)) * s for i, s in enumerate((0.01, 300, 1))
+]
 
 
 def test_every_value_is_counted_in_the_bin_that_holds_it():
@@ -40,7 +42,9 @@ def test_every_value_is_counted_in_the_bin_that_holds_it():
     assert not bins.exact
     assert (bins.hi - bins.lo <= torch.maximum(bins.lo.abs(), bins.hi.abs()) * 2**-10).all()
     for c, x in enumerate(torch.cat(PARTS, 1)):
-        seen = torch.where(x.abs() < high.maximum(-low)[c] * 2.0 ** -(OCTAVES - 2), 0.0, x)  # small ones count as 0
+        seen = torch.where(
+            x.abs() < high.maximum(-low)[c] * 2.0 ** -(OCTAVES - 2), 0.0, x
+        )  # small ones count as 0
         # the sum of all values lies between the sums of all lower and of all upper ends
         below, above = ((e[c].double() * bins.count[c]).sum() for e in (bins.lo, bins.hi))
         slack = (x - seen).abs().double().sum()
@@ -175,10 +179,11 @@ def test_squared_error_agrees_with_fake_quantization(bits, symmetric, exact):
     shares = torch.tensor([1.0, 0.7, 0.3, 0.05])[:, None]
     bins = filled([x], exact).bins(low, high, mantissa=6)
     assert bins.exact == bool(exact)
-    got = squared_error(bins, low * shares, high * shares, spec)
-    for share, error in zip(shares, got):
-        want = fake_quantize(x, qparams_from_minmax(low * share, high * share, spec), spec) - x
-        assert torch.allclose(error, want.double().square().mean(1), rtol=1e-4 if exact else 0.02)
+    for share in shares:
+        qparams = qparams_from_minmax(low * share, high * share, spec)
+        error = squared_error(bins, qparams.scale[None], spec.qmin - qparams.zero_point[None], spec.levels)
+        want = fake_quantize(x, qparams, spec) - x
+        assert torch.allclose(error[0], want.double().square().mean(1), rtol=1e-4 if exact else 0.02)
 
 
 def test_a_mass_at_the_end_of_the_range_is_a_point():
@@ -186,7 +191,7 @@ def test_a_mass_at_the_end_of_the_range_is_a_point():
     x.clamp_(max=6.0)  # ReLU6: 40 % of the values are exactly 6
     spec = QuantSpec(4, symmetric=False)
     bins = filled([x]).bins(x.amin(1), x.amax(1), mantissa=6)
-    error = squared_error(bins, torch.zeros(1, 1), torch.full((1, 1), 6.0), spec)
+    error = squared_error(bins, torch.full((1, 1), 6 / 15), torch.zeros(1, 1), 15)
     assert error.item() == pytest.approx(0.6 * (6 / 15) ** 2 / 12, rel=0.02)  # the 6s cost nothing
     lo, hi = mse_range(bins, x.amin(1), x.amax(1), spec)
     assert lo.item() == 0 and hi.item() == pytest.approx(6.0, rel=0.01)

@@ -131,6 +131,8 @@ class Lane:
         args, kwargs = self._arguments(node, self.values[i])
         if node.op == "output":
             return args[0]
+        if node.meta.get("inplace"):  # the node may write into its input, which another lane may share
+            args = pytree.tree_map_only(Tensor, torch.clone, args)
         return getattr(self._interpreter, node.op)(node.target, args, kwargs)
 
     def _bound(self, i: int) -> dict[str, Any]:

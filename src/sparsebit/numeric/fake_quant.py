@@ -19,8 +19,11 @@ from sparsebit.numeric.spec import QParams, QuantSpec, broadcast, channel_axis
 CHUNK = 2**18  # values per piece: 1 MiB of float32, half of a common L2 cache
 
 
-def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
-    """`x` rounded to the grid of `qparams`, in x's dtype; half precision is computed in float32."""
+def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = False) -> Tensor:
+    """`x` rounded to the grid of `qparams`, in x's dtype; half precision is computed in float32.
+
+    `inplace` permits to write the result into x; it is ignored where a gradient needs x.
+    """
     scale, zero_point = qparams.scale, qparams.zero_point
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
@@ -29,7 +32,7 @@ def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
         wants_grad = True  # the traceable formula; chunks and .item() are for eager mode only
     if wants_grad:
         return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis)  # type: ignore[no-any-return]
-    return _forward(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis)
+    return _forward(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, inplace and not x.requires_grad)
 
 
 def quantize_to_int(x: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
@@ -53,20 +56,25 @@ def _aligned(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> 
     )
 
 
-def _forward(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None) -> Tensor:
+def _forward(
+    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None, inplace: bool = False
+) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
-        return _forward(x.float(), scale, zero_point, qmin, qmax, axis).to(x.dtype)
+        return _forward(x.float(), scale, zero_point, qmin, qmax, axis, True).to(x.dtype)
     axis = channel_axis(x.dim(), axis)
     if axis is None and x.device.type == "cpu":
         z = round(zero_point.item())
-        return _per_tensor_cpu(x, scale.item(), qmin - z, qmax - z)
+        return _per_tensor_cpu(x, scale.item(), qmin - z, qmax - z, inplace)
     s, z_t = _aligned(x, scale, zero_point, axis)
+    y = x.div_(s).round_() if inplace else x.div(s).round_()
+    if qmin < 0:  # symmetric: the zero point is 0, and scalar bounds are faster
+        return y.clamp_(qmin, qmax).mul_(s)
     z_t = z_t.round()
-    return x.div(s).round_().clamp_(qmin - z_t, qmax - z_t).mul_(s)
+    return y.clamp_(qmin - z_t, qmax - z_t).mul_(s)
 
 
-def _per_tensor_cpu(x: Tensor, s: float, lo: int, hi: int) -> Tensor:
-    out = torch.empty_like(x)
+def _per_tensor_cpu(x: Tensor, s: float, lo: int, hi: int, inplace: bool) -> Tensor:
+    out = x if inplace else torch.empty_like(x)
     if out.stride() != x.stride():  # an exotic layout: let torch walk it
         return x.div(s).round_().clamp_(lo, hi).mul_(s)
     n = x.numel()

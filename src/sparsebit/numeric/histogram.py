@@ -37,6 +37,10 @@ class Bins:
         """Single values, not intervals."""
         return self.lo is self.hi
 
+    def __getitem__(self, channels: slice) -> Bins:
+        lo = self.lo[channels]
+        return Bins(lo, lo if self.exact else self.hi[channels], self.count[channels])
+
     def total(self) -> Tensor:
         return self.count.sum(1, dtype=torch.float64)
 
@@ -51,6 +55,22 @@ class Bins:
     def negated(self) -> Bins:
         lo = -self.hi.flip(1)
         return Bins(lo, lo if self.exact else -self.lo.flip(1), self.count.flip(1))
+
+    def thinned(self, step: int) -> Bins:
+        """Every step-th of single values, to stand for all."""
+        values = self.lo[:, step // 2 :: step].contiguous()
+        return Bins(values, values, self.count[:, step // 2 :: step] * step)
+
+    def clipping(self, low: Tensor, high: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
+        """Of ranges [low, high], (channels, any): first and last bin inside; squared error of values below, and above."""
+        lo, hi, count = self.lo.double(), self.hi.double(), self.count.double()
+        powers = torch.stack([count, count * (lo + hi) / 2, count * (lo * lo + lo * hi + hi * hi) / 3])
+        sums = torch.nn.functional.pad(powers.cumsum(2), (1, 0))
+        start, end = (torch.searchsorted((lo + hi) / 2, at.contiguous()) for at in (low, high))
+        below = [s.gather(1, start) for s in sums]
+        above = [s[:, -1:] - s.gather(1, end) for s in sums]
+        costs = (m2 - 2 * at * m1 + at * at * m0 for at, (m0, m1, m2) in ((low, below), (high, above)))
+        return (start, end), *costs
 
 
 class Histogram:

@@ -6,88 +6,126 @@ the error of rounding in closed form: the integral of (u - n)^2, n = round(u), i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from sparsebit.numeric.histogram import Bins
-from sparsebit.numeric.qparams import qparams_from_minmax
 from sparsebit.numeric.spec import QuantSpec
 
 BLOCK = 2**16  # values in work at a time: stays in the cache
+SHARES = torch.cat([0.94 ** torch.arange(40.0), 0.94**40 * 0.85 ** torch.arange(28.0)])  # 1 ... 0.001
+ZERO_POINTS = 33  # tried at first; all of them at 5 bits and less
+STARTS = 4  # grids that are refined
+THIN = 64  # values per channel that are rounded to choose the starts
 KL_BINS = 2048
 KL_STEP = 8  # every how many-th bin is tried as the end of the range
 
 
 def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The range [lo, hi] within [low, high] whose grid has the least squared error, per channel.
+    """The range whose grid has the least squared error on values between `low` and `high`, per channel.
 
-    Both ends shrink together; where both signs occur and the grid may be lopsided, then each end alone.
+    A grid is a scale and its first code, so these are searched: all pairs with an estimate that takes no pass
+    over the values per pair, then the neighbourhood of the best ones with the true error.
     """
-    low, high = low.clamp(max=0.0), high.clamp(min=0.0)
-    # a signed grid has one code less above zero; the largest value may deserve it
-    most = spec.levels / (2 * spec.qmax) if spec.symmetric and spec.qmax else 1.0
-    fine = torch.arange(100, 20, -1) / 100
-    coarse = 0.2 * 2 ** (-torch.arange(0, 40) / 4)  # 10 octaves, for outliers
-    shares = (torch.cat([fine, coarse]) * most).to(low)[:, None]
-    lo, hi = _best(bins, spec, [(low * shares, high * shares)])
-    if not spec.symmetric and bool(((low < 0) & (high > 0)).any()):
-        shares = shares[::2]
-        for _ in range(2):
-            lo, hi = _best(bins, spec, [(lo, hi), (lo.expand(len(shares), -1), high * shares)])
-            lo, hi = _best(bins, spec, [(lo, hi), (low * shares, hi.expand(len(shares), -1))])
-    near = torch.linspace(0.95, 1.05, 21).to(low)[:, None]
-    near_lo, near_hi = (lo * near).clamp_(min=low * most), (hi * near).clamp_(max=high * most)
-    return _best(bins, spec, [(near_lo, near_hi)])
+    low, high, levels = low.double().clamp(max=0), high.double().clamp(min=0), spec.levels
+    if spec.symmetric:
+        widest = torch.maximum(-low, high) / max(spec.qmax, 1)
+        codes = torch.tensor([float(spec.qmin)], dtype=torch.float64, device=low.device)
+    else:
+        widest = (high - low) / max(levels - 1, 1)
+        codes = -torch.linspace(0, levels, min(levels + 1, ZERO_POINTS), dtype=torch.float64, device=low.device)
+    scale = torch.where(widest > 0, widest, 1) * SHARES.to(widest)[:, None]
+    scale, first = _refine(bins, *_starts(bins, scale, codes.round(), levels), levels, len(codes))
+    if spec.symmetric:
+        half = scale * levels / 2
+        low, high = torch.where(low < 0, -half, 0), torch.where(high > 0, half, 0)
+    else:
+        low, high = first * scale, (first + levels) * scale
+    return low.float(), high.float()
 
 
-def _best(bins: Bins, spec: QuantSpec, ranges: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Of the candidates, shaped (candidates, channels) or (channels,), the best of each channel."""
-    pairs = [(lo.reshape(-1, lo.shape[-1]), hi.reshape(-1, hi.shape[-1])) for lo, hi in ranges]
-    lo, hi = (torch.cat(ends) for ends in zip(*pairs))
-    at = squared_error(bins, lo, hi, spec).argmin(0, keepdim=True)
-    return lo.gather(0, at)[0], hi.gather(0, at)[0]
+def _starts(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """The most promising pairs of `scale` (scales, channels) and first code, as two (starts, channels) tensors."""
+    step = max(1, bins.lo.shape[1] // THIN) if bins.exact else 1
+    sample = bins.thinned(step) if step > 1 else bins  # rounding does not need every value; clipping does
+    best = []
+    for part, ks in _blocks(scale, sample.lo.shape[1] + len(codes)):
+        costs = [_pair_costs(bins[part], sample[part], scale[k, part], codes, levels, step) for k in ks]
+        best.append(torch.cat(costs, 1).flatten(1).topk(STARTS, largest=False).indices)
+    at = torch.cat(best).T
+    return scale.gather(0, at // len(codes)), codes[at % len(codes)]
 
 
-def squared_error(bins: Bins, lo: Tensor, hi: Tensor, spec: QuantSpec) -> Tensor:
-    """Mean squared error on the grids of the ranges [lo, hi]; all three are (candidates, channels)."""
-    qparams = qparams_from_minmax(lo, hi, spec)
-    scale = qparams.scale.view_as(lo)
-    first = spec.qmin - qparams.zero_point.view_as(lo)
-    error = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
-    size = bins.lo.shape[1]
-    some = max(1, min(len(lo), BLOCK // size))
-    channels = max(1, BLOCK // (some * size))
-    for c in range(0, lo.shape[1], channels):
-        part = slice(c, c + channels)
-        for k in range(0, len(lo), some):
-            here = slice(k, k + some), part
-            error[here] = _error(bins, part, scale[here], first[here], spec.levels)
+def _pair_costs(bins: Bins, sample: Bins, scale: Tensor, codes: Tensor, levels: int, step: int) -> Tensor:
+    """Squared error of every scale with every first code, (channels, scales, codes): rounding + clipping."""
+    rounding = _errors(sample, scale, torch.full_like(scale, -1e30), 2e30)  # as if there were codes without end
+    rounding = torch.nn.functional.pad(rounding.cumsum(2), (1, 0)).transpose(0, 1)
+    grid = scale.T[..., None]
+    first, last = grid * codes, grid * (codes + levels)
+    (start, end), below, above = bins.clipping(first.flatten(1), last.flatten(1))
+    start, end = (j.view_as(first).div(step, rounding_mode="floor") for j in (start, end))
+    inside = rounding.gather(2, end.clamp_(max=rounding.shape[2] - 1)) - rounding.gather(2, start)
+    return inside + (below + above).view_as(first)
+
+
+def _refine(bins: Bins, scale: Tensor, first: Tensor, levels: int, codes: int) -> tuple[Tensor, Tensor]:
+    """From each start (starts, channels) to the best grid nearby; the best of these, per channel."""
+    hop, spread = levels / max(codes - 1, 1), 0.08
+    error = scale
+    for _ in range(4):
+        hop, spread = max(1, round(hop / 2)), spread / 2
+        hops = scale.new_tensor([-hop, 0, hop] if codes > 1 else [0]).view(1, -1, 1, 1)
+        factors = scale.new_tensor([1 - spread, 1, 1 + spread]).view(-1, 1, 1, 1)
+        near, code = torch.broadcast_tensors(scale * factors, first + hops)
+        if codes > 1:
+            code = code.clamp(-levels, 0)
+        near, code = near.flatten(0, 1), code.flatten(0, 1)
+        error = squared_error(bins, near.flatten(0, 1), code.flatten(0, 1), levels).view_as(near)
+        error, at = error.min(0, keepdim=True)
+        scale, first = near.gather(0, at)[0], code.gather(0, at)[0]
+    at = error[0].argmin(0, keepdim=True)
+    return scale.gather(0, at)[0], first.gather(0, at)[0]
+
+
+def squared_error(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Tensor:
+    """Mean squared error on grids with codes from `first` to `first + levels`; all are (grids, channels)."""
+    error = torch.empty(scale.shape, dtype=torch.float64, device=scale.device)
+    for part, ks in _blocks(scale, bins.lo.shape[1]):
+        for k in ks:
+            errors = _errors(bins[part], scale[k, part], first[k, part], levels)
+            error[k, part] = errors.sum(2, dtype=torch.float64)
     return error / bins.total()
 
 
-def _error(bins: Bins, part: slice, scale: Tensor, first: Tensor, levels: int) -> Tensor:
-    """Sum of squared errors; codes run from `first` to `first + levels`."""
-    count, step = bins.count[part], scale[..., None]
+def _errors(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Tensor:
+    """Sum of squared errors in each bin, (grids, channels, bins)."""
+    scale, first = scale[..., None], first[..., None]
     if bins.exact:
-        u = bins.lo[part] / step
-        code = _clamp(u.round(), first[..., None], levels)
-        return code.sub_(u).square_().mul_(count).sum(-1).double() * scale.double().square()
-    step, first = step.double(), first[..., None].double()
-    lo = bins.lo[part].double()
-    hi = torch.maximum(
-        bins.hi[part].double(), lo + lo.abs() * 1e-6 + 1e-30
-    )  # a single value is a very thin bin
+        scale, first = scale.float(), first.float()
+        u = bins.lo / scale
+        return _clamp(u.round(), first, levels).sub_(u).mul_(scale).square_().mul_(bins.count)
+    lo = bins.lo.double()
+    hi = torch.maximum(bins.hi.double(), lo + lo.abs() * 1e-6 + 1e-30)  # a single value is a very thin bin
     integral = []
     for edge in (lo, hi):
-        u = edge / step
+        u = edge / scale
         code = _clamp(u.round(), first, levels)
         integral.append(u.sub_(code).pow_(3).div_(3).add_(code, alpha=1 / 12))
-    return integral[1].sub_(integral[0]).mul_(count / (hi - lo)).sum(-1) * scale.double() ** 3
+    return integral[1].sub_(integral[0]).mul_(bins.count / (hi - lo)).mul_(scale**3)
 
 
-def _clamp(code: Tensor, first: Tensor, levels: int) -> Tensor:
+def _blocks(scale: Tensor, size: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Channels that go together, each time with the grids that go together, at `size` values per pair."""
+    grids = max(1, min(len(scale), BLOCK // size))
+    channels = max(1, BLOCK // (size * grids))
+    ks = [slice(k, k + grids) for k in range(0, len(scale), grids)]
+    for c in range(0, scale.shape[1], channels):
+        yield slice(c, c + channels), ks
+
+
+def _clamp(code: Tensor, first: Tensor, levels: float) -> Tensor:
     """In place; twice as fast as clamp_ with tensors for bounds."""
     return torch.minimum(torch.maximum(code, first, out=code), first + levels, out=code)
 

@@ -18,14 +18,18 @@ HISTOGRAM = ["percentile", "mse", "kl_histogram", "aciq"]
 SCHEMES = ["per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine"]
 
 
-def tensor_config(kind: str, letter: str = "a", scheme: str = "per-tensor-affine", bit: int = 8, **options: Any) -> Any:
+def tensor_config(
+    kind: str, letter: str = "a", scheme: str = "per-tensor-affine", bit: int = 8, **options: Any
+) -> Any:
     layout = {"layout": options.pop("layout")} if "layout" in options else {}
     observer = {"type": kind, **layout, **({kind: options} if options else {})}
     cfg = QuantConfig.load({letter: {"qscheme": scheme, "quantizer": {"bit": bit}, "observer": observer}})
     return getattr(cfg, letter)
 
 
-def make(kind: str, letter: str = "a", scheme: str = "per-tensor-affine", bit: int = 8, **options: Any) -> Observer:
+def make(
+    kind: str, letter: str = "a", scheme: str = "per-tensor-affine", bit: int = 8, **options: Any
+) -> Observer:
     cfg = tensor_config(kind, letter, scheme, bit, **options)
     return build_observer(cfg, QuantDescriptor(cfg))
 
@@ -87,5 +91,7 @@ def least_error(rows: Tensor, spec: QuantSpec) -> Tensor:
         best = best.minimum(error)
     for f in torch.linspace(0.95, 1.0 / 0.95, 11):
         for g in torch.linspace(0.95, 1.0 / 0.95, 11) if two_sided else [f]:
-            best = best.minimum(squared_error(rows, low * (at[0] * f).clamp(max=1), high * (at[1] * g).clamp(max=1), spec))
+            best = best.minimum(
+                squared_error(rows, low * (at[0] * f).clamp(max=1), high * (at[1] * g).clamp(max=1), spec)
+            )
     return best

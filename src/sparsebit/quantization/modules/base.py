@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.trace import forward_owner
 from sparsebit.quantization.common import get_backend
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
+from sparsebit.quantization.quantizers.base import Reuse
 from sparsebit.registry import Registry
 
 QMODULE_MAP: Registry[type[nn.Module]] = Registry("operation")
@@ -69,26 +70,32 @@ class QuantOpr(Opr):
     quantize_input: ClassVar[bool] = True
     input_quantizer: Quantizer | None
     weight_quantizer: Quantizer | None
+    bias_correction: Tensor | None  # added to the bias while the weight is quantized
 
     def __init__(self, org_module: Any = None, config: Any = None):
         super().__init__(org_module, config)
         if "weight" not in self._parameters:
             self.weight = None
         self.input_quantizer = self.weight_quantizer = None
+        self.register_buffer("bias_correction", None)
+        self.reuse: Reuse | None = None  # may this op write into its input?
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*self.quantize_first(args, kwargs), **kwargs)
 
+    def quantized_input(self, x: Any) -> Any:
+        return x if self.input_quantizer is None else self.input_quantizer(x)
+
+    def quantized_weight(self) -> Tensor:
+        return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
+
     def quantize_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
-        quantizer = self.input_quantizer
-        if quantizer is None:
-            return args
         if args:
-            return (quantizer(args[0]), *args[1:])
+            return (self.quantized_input(args[0]), *args[1:])
         key = "input" if "input" in kwargs else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
         if key is not None:
-            kwargs[key] = quantizer(kwargs[key])
+            kwargs[key] = self.quantized_input(kwargs[key])
         return args
 
     def build_quantizer(self, config: Any) -> None:
@@ -98,9 +105,19 @@ class QuantOpr(Opr):
             self.weight_quantizer = build_quantizer(config.w)
             self.weight_quantizer.set_ch_axis(self.weight_axis)
             self.weight_quantizer.set_backend(backend)
+            if config.schedule.bias_correction and hasattr(self, "bias"):
+                channels = self.weight.shape[self.weight_axis] * (self.groups if self.weight_axis else 1)
+                self.bias_correction = self.weight.new_zeros(channels)
         if self.quantize_input:
             self.input_quantizer = build_quantizer(config.a)
             self.input_quantizer.set_backend(backend)
+
+    @property
+    def current_bias(self) -> Tensor | None:
+        """The bias, corrected for the error of the rounded weight while that is in use."""
+        if self.bias_correction is None or self.weight_quantizer is None or not self.weight_quantizer.is_enable:
+            return self.bias
+        return self.bias_correction if self.bias is None else self.bias + self.bias_correction
 
     def quantizers(self) -> Iterator[Quantizer]:
         for quantizer in (self.input_quantizer, self.weight_quantizer):

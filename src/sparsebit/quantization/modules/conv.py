@@ -9,8 +9,8 @@ from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 
 class _QConv(QuantOpr):
     def forward(self, x_in: Tensor) -> Tensor:
-        x, weight = self.input_quantizer(x_in), self.weight_quantizer(self.weight)  # type: ignore[misc]
-        return self._conv_forward(x, weight, self.bias)
+        x, weight = self.quantized_input(x_in), self.quantized_weight()
+        return self._conv_forward(x, weight, self.current_bias)
 
 
 @register_qmodule(sources=[nn.Conv2d])
@@ -23,10 +23,10 @@ class QConvTranspose2d(QuantOpr, nn.ConvTranspose2d):
     weight_axis = 1  # (in, out / groups, kH, kW)
 
     def forward(self, x_in: Tensor, output_size: list[int] | None = None) -> Tensor:
-        x, weight = self.input_quantizer(x_in), self.weight_quantizer(self.weight)  # type: ignore[misc]
+        x, weight = self.quantized_input(x_in), self.quantized_weight()
         output_padding = self._output_padding(
             x, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
         )
         return nn.functional.conv_transpose2d(
-            x, weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation
+            x, weight, self.current_bias, self.stride, self.padding, output_padding, self.groups, self.dilation
         )

@@ -12,7 +12,7 @@ class QEmbedding(QuantOpr, nn.Embedding):
     quantize_input = False
 
     def forward(self, x_in: Tensor) -> Tensor:
-        weight = self.weight_quantizer(self.weight)  # type: ignore[misc]
+        weight = self.quantized_weight()
         return nn.functional.embedding(
             x_in, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )

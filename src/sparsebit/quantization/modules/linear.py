@@ -10,5 +10,5 @@ from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 @register_qmodule(sources=[nn.Linear])
 class QLinear(QuantOpr, nn.Linear):
     def forward(self, x_in: Tensor) -> Tensor:
-        x, weight = self.input_quantizer(x_in), self.weight_quantizer(self.weight)  # type: ignore[misc]
-        return nn.functional.linear(x, weight, self.bias)
+        x, weight = self.quantized_input(x_in), self.quantized_weight()
+        return nn.functional.linear(x, weight, self.current_bias)

@@ -26,4 +26,4 @@ class QLayerNorm(QuantOpr, nn.LayerNorm):
     quantize_weight = False
 
     def forward(self, x_in: Tensor) -> Tensor:
-        return nn.LayerNorm.forward(self, self.input_quantizer(x_in))  # type: ignore[misc]
+        return nn.LayerNorm.forward(self, self.quantized_input(x_in))

@@ -16,7 +16,7 @@ class QIdentity(QuantOpr):
     """The quantizer of one input of a multi-input op, or an nn.Identity the user marked with `.remove = False`."""
 
     def forward(self, x_in: Any) -> Any:
-        return x_in if self.input_quantizer is None else self.input_quantizer(x_in)
+        return self.quantized_input(x_in)
 
 
 Dropout = define("Dropout", Opr, nn.Dropout, F.dropout)

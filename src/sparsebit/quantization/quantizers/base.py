@@ -26,6 +26,18 @@ class Mode(Enum):
     EXPORT = "export"  # emit a named mark for the exporter
 
 
+class Reuse:
+    """Permission to write into a value that has no other reader; `makers` are the modules that wrote it."""
+
+    def __init__(self, makers: list[nn.Module]):
+        self.makers = makers
+
+    def allows(self, x: Any) -> bool:
+        if not isinstance(x, Tensor) or x.requires_grad or torch.compiler.is_compiling():
+            return False
+        return not any(m._forward_hooks for m in self.makers)  # somebody watches the value
+
+
 class Quantizer(nn.Module):
     TYPE: ClassVar[str] = ""
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
@@ -45,11 +57,13 @@ class Quantizer(nn.Module):
         self.mode = Mode.FLOAT
         self.absorbed: bool = config.quantizer.disable  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
+        self.reuse: Reuse | None = None
 
     # -- what a subclass defines ---------------------------------------------------------------------
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Values of `x` on the grid. The default is plain fake quantization."""
-        return fake_quantize(x, QParams(scale, zero_point), self.spec)
+        inplace = self.reuse is not None and self.reuse.allows(x)
+        return fake_quantize(x, QParams(scale, zero_point), self.spec, inplace)
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point for this call; quantizers that learn them clean them up here."""

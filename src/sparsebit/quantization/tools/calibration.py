@@ -15,6 +15,7 @@ from sparsebit.graph.lanes import Batch, Lane, Store
 from sparsebit.graph.ops import module_of
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.quantizers import Mode, Quantizer
+from sparsebit.quantization.tools.bias_correction import InputMean
 
 log = logging.getLogger("sparsebit")
 
@@ -28,6 +29,7 @@ class CalibrationRunner:
 
     def __init__(self, model: fx.GraphModule, keep_inputs: bool = True):
         self.model = model
+        self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
         self.store: Store | None = Store("disk") if keep_inputs else None
         self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
@@ -37,6 +39,9 @@ class CalibrationRunner:
         for quantizer in self._input_quantizers():
             quantizer.observer.reset()
             quantizer.mode = Mode.OBSERVE
+        for module in self.model.modules():
+            if isinstance(module, QuantOpr) and module.bias_correction is not None:
+                self.means[module] = InputMean(module)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
@@ -50,6 +55,9 @@ class CalibrationRunner:
             self.close()
 
     def close(self) -> None:
+        for mean in self.means.values():
+            mean.handle.remove()
+        self.means.clear()
         self.batches.clear()
         if self.store is not None:
             self.store.close()
@@ -70,6 +78,8 @@ class CalibrationRunner:
         if asym:
             if self.store is None:
                 raise CalibrationError(f"calc_qparams(asym=True) needs the inputs again, but {self.why_no_inputs}")
+            for mean in self.means.values():
+                mean.reset()
             calibrate_asym(
                 self.model, [self.store.get(b) for b in self.batches], w_quant or not a_quant, a_quant or not w_quant
             )
@@ -78,6 +88,8 @@ class CalibrationRunner:
                 if isinstance(module, QuantOpr):
                     calibrate_input(module)
                     calibrate_weight(module)
+        for mean in self.means.values():
+            mean.apply()
         for quantizer in _quantizers(self.model):
             quantizer.observer.reset()
 

@@ -2,5 +2,6 @@
 
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import disable_unnecessary_quant
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn
+from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory
 
-FUSE_PASSES = [fuse_bn, disable_unnecessary_quant]
+FUSE_PASSES = [fuse_bn, disable_unnecessary_quant, reuse_memory]

@@ -83,7 +83,7 @@ class SubgraphMatcher:
         """The last node first, then always one that touches an earlier one."""
         order, missing = [self.matching_nodes[-1].name], [n.name for n in self.matching_nodes[:-1]]
         while missing:
-            near = [name for name in reversed(missing) if any(self._touch(name, other) for other in order)]
+            near = [name for name in missing if any(self._touch(name, other) for other in order)]
             if not near:
                 raise GraphError(
                     f"the pattern is not connected: {missing} do not touch {order}; use two patterns"

@@ -1,0 +1,277 @@
+"""The docs are true: every python block runs, links lead somewhere, tables say what the code says.
+
+`PYTHONPATH=src python tests/test_docs.py` rewrites the generated tables of docs/config.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG_PAGE = ROOT / "docs" / "config.md"
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/howto").glob("*.md")),
+]
+TRANSLATED = {
+    ROOT / "README_zh-CN.md": ROOT / "README.md",
+    ROOT / "docs/zh/index.md": ROOT / "docs/index.md",
+    ROOT / "docs/zh/concepts.md": ROOT / "docs/concepts.md",
+}
+ALL_MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+MAX_NOT_RUN = 2
+NOT_RUN = re.compile(r"<!-- not run: \S.*-->")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+# -- python blocks -----------------------------------------------------------------------------------------
+@dataclass
+class Block:
+    line: int  # of its first line of code, from 1
+    code: str
+    runs: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    found, start = [], None
+    for i, line in enumerate(lines):
+        if start is None and line.strip() == "```python":
+            start = i + 1
+        elif start is not None and line.strip() == "```":
+            before = next((text for text in reversed(lines[: start - 1]) if text.strip()), "")
+            found.append(
+                Block(start + 1, "\n".join(lines[start:i]) + "\n", not NOT_RUN.fullmatch(before.strip()))
+            )
+            start = None
+    assert start is None, f"{page}: the python block at line {start} does not end"
+    return found
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture
+def own_registries() -> Iterator[None]:
+    """Only what the package registers; what a page adds is gone afterwards."""
+    from sparsebit.quantization.modules import QMODULE_MAP
+    from sparsebit.quantization.observers import OBSERVERS_MAP
+    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
+
+    registries = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP)
+    saved = [dict(registry._items) for registry in registries]
+    for registry in registries:
+        foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]
+        for key in foreign:
+            del registry._items[key]
+    yield
+    for registry, items in zip(registries, saved):
+        registry._items.clear()
+        registry._items.update(items)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_blocks_run(page, tmp_path, monkeypatch, own_registries):
+    scope = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, scope.__name__, scope)  # classes of the page know where they live
+    for block in blocks_of(page):
+        if block.runs:  # the blank lines make tracebacks point into the page
+            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), vars(scope))
+
+
+def test_pages_leave_the_registries_alone():
+    from sparsebit.quantization.observers import OBSERVERS_MAP
+    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
+
+    homes = {cls.__module__ for cls in [*OBSERVERS_MAP.values(), *QUANTIZERS_MAP.values()]}
+    assert not [home for home in homes if home.startswith("page_")]
+
+
+def test_there_is_something_to_run_and_hardly_anything_is_skipped():
+    blocks = {name_of(page): blocks_of(page) for page in PAGES}
+    assert all(blocks[name] for name in blocks if name.startswith("docs/howto/")) and blocks["README.md"]
+    skipped = [f"{name}:{b.line}" for name, found in blocks.items() for b in found if not b.runs]
+    assert len(skipped) <= MAX_NOT_RUN, skipped
+
+
+def test_a_skipped_block_is_recognised(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 1\n```\n")
+    assert [(b.line, b.code, b.runs) for b in blocks_of(page)] == [
+        (2, "a = 1\n", True),
+        (7, "b = 1\n", False),
+    ]
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
+def test_translations_show_the_same_code(page):
+    """Comments may be translated; what runs is the same."""
+    ours, theirs = blocks_of(page), blocks_of(TRANSLATED[page])
+    assert [ast.dump(ast.parse(b.code)) for b in ours] == [ast.dump(ast.parse(b.code)) for b in theirs]
+
+
+# -- links -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", ALL_MARKDOWN, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = [link.partition("#") for link in LINK.findall(text) if not re.match(r"[a-z]+:", link)]
+    missing = [path for path, _, _ in targets if path and not (page.parent / path).exists()]
+    assert not missing, f"{name_of(page)} links to {missing}"
+    for path, _, anchor in targets:
+        if anchor:
+            assert anchor in anchors(page.parent / path if path else page), f"{name_of(page)}: #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """How GitHub names the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page in seen:
+            continue
+        seen.add(page)
+        links = (link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8")))
+        todo += [(page.parent / p).resolve() for p in links if p.endswith(".md") and "://" not in p]
+    assert not [name_of(page) for page in ALL_MARKDOWN if page not in seen]
+
+
+# -- plug-ins and options ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/zh/concepts.md"])
+def test_every_plug_in_is_explained(page, own_registries):
+    from sparsebit.quantization.observers import OBSERVERS_MAP
+    from sparsebit.quantization.quantizers import QUANTIZERS_MAP, Mode
+
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = [*OBSERVERS_MAP, *QUANTIZERS_MAP, *(mode.name for mode in Mode)]
+    assert not [name for name in names if f"| `{name}` |" not in text]
+
+
+def test_the_passes_are_drawn_in_their_order():
+    from sparsebit.quantization.pipeline import PIPELINE
+
+    drawn = re.search(
+        r"```text\n(.*?)```", (ROOT / "docs/concepts.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    names = [step.name for step in PIPELINE]
+    assert drawn is not None
+    assert [word for word in re.findall(r"\w+", drawn[1]) if word in names] == names
+
+
+def test_config_tables_are_up_to_date(own_registries):
+    text = CONFIG_PAGE.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run: PYTHONPATH=src python tests/test_docs.py"
+
+
+# what options mean that say nothing themselves (Field(description=...) in quant_config.py wins)
+MEANING = {
+    "BACKEND": "who will run the model; decides which bits and schemes are allowed",
+    "QSCHEME": "one scale per tensor or per channel; affine has a zero point, symmetric has none",
+    "QUANTIZER.TYPE": "how values are rounded",
+    "OBSERVER.TYPE": "how the value range is found",
+}
+DEFAULTS = {"DEVICE": "`cuda` if there is one, else `cpu`"}  # depends on the machine
+
+
+def with_tables(text: str) -> str:
+    """`text` with fresh tables between `<!-- table: name -->` and `<!-- end -->`."""
+    for name, lines in (("options", option_rows()), ("backends", backend_rows()), ("presets", preset_rows())):
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        assert text.count(begin) == 1, f"docs/config.md must hold one {begin!r}"
+        before, _, rest = text.partition(begin)
+        text = before + begin + "\n".join([*lines, end]) + rest.partition(end)[2]
+    return text
+
+
+def option_rows() -> list[str]:
+    """Every key of the YAML; keys that are the same for W and A share a row."""
+    from sparsebit.quantization.quant_config import json_schema
+
+    rows = dict(_walk(json_schema(), ""))
+    lines = ["| key | default | legal values | meaning |", "|---|---|---|---|"]
+    for path, (below, row) in rows.items():
+        if path.startswith("A.") and rows.get(f"W.{below}") == (below, row):
+            continue
+        both = path.startswith("W.") and rows.get(f"A.{below}") == (below, row)
+        key = f"`W.{below}`, `A.{below}`" if both else f"`{path}`"
+        lines.append(f"| {key} | {row} |")
+    return lines
+
+
+def _walk(schema: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Key path -> (key path without W or A, default | legal values | meaning)."""
+    for key, option in schema["properties"].items():
+        path = f"{prefix}{key}"
+        if "properties" in option:
+            yield from _walk(option, f"{path}.")
+            continue
+        below = re.sub(r"^[WA]\.", "", path)
+        default = DEFAULTS.get(path) or f"`{_yaml(option['default'])}`"
+        meaning = option.get("description") or MEANING[below]
+        yield path, (below, f"{default} | {_legal(below, option)} | {meaning}")
+
+
+def _legal(key: str, option: dict[str, Any]) -> str:
+    names = [name for choice in option.get("anyOf", ()) for name in choice.get("enum", ())]
+    if names:
+        return ", ".join(f"`{name}`" for name in names)
+    if key == "SPECIFIC":
+        return "see [SPECIFIC](#specific)"
+    kind = {
+        "boolean": "`true`, `false`",
+        "integer": "integer",
+        "number": "number",
+        "string": "text",
+        "array": "list",
+    }
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = [f"{sign} {option[name]:g}" for name, sign in signs.items() if name in option]
+    return " ".join([kind[option["type"]], ", ".join(limits)]).strip()
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def backend_rows() -> list[str]:
+    from sparsebit.quantization.quant_config import BITS, SCHEMES, QuantConfig, _either
+
+    def limit(table: Any, backend: str, letter: str) -> str:
+        return _either(table[backend, letter]) if (backend, letter) in table else "any"
+
+    columns = [(BITS, "W"), (BITS, "A"), (SCHEMES, "W"), (SCHEMES, "A")]
+    backends = QuantConfig.json_schema()["properties"]["BACKEND"]["anyOf"][0]["enum"]
+    lines = ["| BACKEND | W bits | A bits | W schemes | A schemes |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| `{b}` | {' | '.join(limit(table, b, letter) for table, letter in columns)} |" for b in backends
+    ]
+
+
+def preset_rows() -> list[str]:
+    from sparsebit.quantization.presets import presets
+
+    return [
+        "| preset | what it is for |",
+        "|---|---|",
+        *(f"| `{name}` | {text} |" for name, text in presets().items()),
+    ]
+
+
+if __name__ == "__main__":
+    CONFIG_PAGE.write_text(with_tables(CONFIG_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
