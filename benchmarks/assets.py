@@ -16,8 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ASSETS = Path(os.environ.get("SPARSEBIT_ASSETS", Path(__file__).resolve().parents[2] / "shared" / "assets"))
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
-MISSING = "" if ASSETS.is_dir() else f"no assets at {ASSETS}; set SPARSEBIT_ASSETS to the folder with real weights"
+MEAN, STD = (
+    torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1),
+    torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1),
+)
+MISSING = (
+    "" if ASSETS.is_dir() else f"no assets at {ASSETS}; set SPARSEBIT_ASSETS to the folder with real weights"
+)
 
 
 # -- CIFAR-10 ---------------------------------------------------------------------------------------
@@ -102,7 +107,15 @@ class InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Module):
-    ROWS = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    ROWS = (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,9 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -44,7 +46,15 @@ class BasicBlock(nn.Module):
 def resnet18() -> nn.Module:
     """The shape of ResNet-18, random weights."""
     torch.manual_seed(0)
-    rows = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
+    rows = [
+        (64, 64, 1),
+        (64, 64, 1),
+        (64, 128, 2),
+        (128, 128, 1),
+        (128, 256, 2),
+        (256, 256, 1),
+        (256, 512, 2),
+    ]
     return nn.Sequential(
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -76,7 +86,9 @@ def clock(work: Callable[[], object]) -> float:
 
 
 def config(observer: str) -> sparsebit.QuantConfig:
-    return sparsebit.QuantConfig.load("w8a8").override("A.OBSERVER.TYPE", observer, "W.OBSERVER.TYPE", "minmax")
+    return sparsebit.QuantConfig.load("w8a8").override(
+        "A.OBSERVER.TYPE", observer, "W.OBSERVER.TYPE", "minmax"
+    )
 
 
 @torch.no_grad()
@@ -114,7 +126,9 @@ def main() -> None:
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
     data = list(batches(args.batches))
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batches} batches of 8x3x224x224")
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batches} batches of 8x3x224x224"
+    )
     for name in args.models:
         model = MODELS[name]()
         with torch.no_grad():
@@ -125,7 +139,9 @@ def main() -> None:
             line = f"{name:13s} {observer:15s} calibration {calibration:.2f} x (bar {limit})  W8A8 forward {forward:.2f} x"
             if not args.no_memory and observer in ("minmax", "percentile"):
                 low, high = peak(name, observer, 8), peak(name, observer, 64)
-                line += f"  peak memory 8 / 64 batches: {low:.0f} / {high:.0f} MB, {high / low:.2f} x (bar 1.05)"
+                line += (
+                    f"  peak memory 8 / 64 batches: {low:.0f} / {high:.0f} MB, {high / low:.2f} x (bar 1.05)"
+                )
             print(line, flush=True)
 
 

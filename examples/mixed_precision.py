@@ -1,4 +1,4 @@
-"""Which layers need 8 bits? Round one weight at a time to 4 bits, measure the damage, keep the worst ones at 8.
+"""Which layers need 8 bits? Round one weight at a time to 4 bits, measure the damage, keep the worst at 8.
 
 python examples/mixed_precision.py        (a few seconds; needs scikit-learn: pip install 'sparsebit[demo]')
 """
@@ -34,7 +34,9 @@ def sensitivity(qmodel: sparsebit.QuantModel, x: Tensor) -> dict[str, float]:
     return dict(sorted(left.items(), key=lambda item: item[1]))
 
 
-def compare(net: nn.Module, batches: list[Tensor], x: Tensor, y: Tensor) -> dict[str, tuple[float, float, float]]:
+def compare(
+    net: nn.Module, batches: list[Tensor], x: Tensor, y: Tensor
+) -> dict[str, tuple[float, float, float]]:
     """Config -> (accuracy %, dB, kB of weights)."""
     probe = sparsebit.quantize(net, batches, "w4a8")
     left = sensitivity(probe, torch.cat(batches))

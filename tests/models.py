@@ -69,7 +69,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, c = x.shape
-        q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm(x))
+            .reshape(b, n, 3, self.heads, c // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         attn = (torch.matmul(q, k.transpose(-2, -1)) / (c // self.heads) ** 0.5).softmax(dim=-1)
         return x + self.proj((attn @ v).transpose(1, 2).reshape(b, n, c))
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from models import Attention, images, randomise, small_net, sqnr
 from torch import fx
 
 import sparsebit
+from models import Attention, images, randomise, small_net, sqnr
 from sparsebit.errors import ConfigError, NotReadyError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import QuantOpr
@@ -33,7 +33,9 @@ def data(n=3):
 
 # -- observers ---------------------------------------------------------------------------------------
 def observer(name, scheme="per-tensor-affine", bits=8, letter="A"):
-    cfg = section(letter, f"{letter}.OBSERVER.TYPE", name, f"{letter}.QSCHEME", scheme, f"{letter}.QUANTIZER.BIT", bits)
+    cfg = section(
+        letter, f"{letter}.OBSERVER.TYPE", name, f"{letter}.QSCHEME", scheme, f"{letter}.QUANTIZER.BIT", bits
+    )
     return build_observer(cfg, QuantDescriptor(cfg))
 
 
@@ -69,7 +71,9 @@ def test_two_halves_merged_equal_the_whole(name, scheme):
 @pytest.mark.parametrize("name", [n for n in OBSERVERS if n != "moving_average"])
 def test_the_order_of_batches_does_not_matter(name):
     batches = data(5)
-    for a, b in zip(seen(observer(name), batches).calc_qparams(), seen(observer(name), batches[::-1]).calc_qparams()):
+    for a, b in zip(
+        seen(observer(name), batches).calc_qparams(), seen(observer(name), batches[::-1]).calc_qparams()
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -77,7 +81,9 @@ def test_the_order_of_batches_does_not_matter(name):
 def test_state_does_not_grow_with_batches(name):
     def size(obs):
         return sum(v.numel() for v in vars(obs).values() if isinstance(v, torch.Tensor)) + len(
-            torch.utils._pytree.tree_leaves([v for v in vars(obs).values() if isinstance(v, (list, dict, tuple))])
+            torch.utils._pytree.tree_leaves(
+                [v for v in vars(obs).values() if isinstance(v, (list, dict, tuple))]
+            )
         )
 
     assert size(seen(observer(name), data(2))) == size(seen(observer(name), data(20)))
@@ -115,7 +121,9 @@ def test_quantizer_contract(name, scheme, letter):
     q.enable_quant()
     y = q(x)
     assert y.shape == x.shape and y.isfinite().all()
-    values = y.detach().unique() if "tensor" in scheme else y.detach().movedim(q.ch_axis, 0).flatten(1)[0].unique()
+    values = (
+        y.detach().unique() if "tensor" in scheme else y.detach().movedim(q.ch_axis, 0).flatten(1)[0].unique()
+    )
     assert 1 < len(values) <= 2**q.bit
     x = x.requires_grad_()
     q(x).square().sum().backward()
@@ -159,7 +167,9 @@ def test_every_observer_in_a_model(name):
 
 def test_attention_in_a_model():
     net, x = randomise(Attention()), torch.randn(2, 5, 16)
-    qmodel = sparsebit.quantize(net, [x], sparsebit.QuantConfig.load("w8a8").override("A.OBSERVER.LAYOUT", "NLC"))
+    qmodel = sparsebit.quantize(
+        net, [x], sparsebit.QuantConfig.load("w8a8").override("A.OBSERVER.LAYOUT", "NLC")
+    )
     names = dict(qmodel.named_quantizers())
     assert {"matmul_identity0.input_quantizer", "matmul_1_identity1.input_quantizer"} <= set(names)
     with torch.no_grad():

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -14,8 +15,12 @@ pytest.importorskip("sklearn")
 
 @pytest.fixture
 def example(tmp_path, monkeypatch):
+    """Loads an example; on one thread, because tiny layers on a busy machine are ten times slower on two."""
     monkeypatch.chdir(tmp_path)
-    return lambda name: runpy.run_path(str(EXAMPLES / name))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield lambda name: runpy.run_path(str(EXAMPLES / name))
+    torch.set_num_threads(threads)
 
 
 def test_mixed_precision(example, capsys):

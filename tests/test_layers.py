@@ -58,7 +58,9 @@ def imports(path: Path, top_level_only: bool):
             names = [a.name for a in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*(["sparsebit", *base] if node.level else []), *([node.module] if node.module else [])])
+            stem = ".".join(
+                [*(["sparsebit", *base] if node.level else []), *([node.module] if node.module else [])]
+            )
             names = [stem] + [f"{stem}.{a.name}" for a in node.names]
         else:
             continue
@@ -81,7 +83,9 @@ def test_imports_point_downward():
         name = "" if name == "__init__" else name
         for target in imports(path, top_level_only=True):
             if is_module(target) and layer(target) > layer(name):
-                wrong.append(f"{name or 'sparsebit'} (layer {layer(name)}) imports {target} (layer {layer(target)})")
+                wrong.append(
+                    f"{name or 'sparsebit'} (layer {layer(name)}) imports {target} (layer {layer(target)})"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -89,7 +93,11 @@ def test_siblings_do_not_know_each_other():
     wrong = []
     for name, path in modules():
         for target in imports(path, top_level_only=False):
-            wrong += [f"{name} -> {target}" for a, b in NEVER if name.split(".")[0] == a and target.split(".")[0] == b]
+            wrong += [
+                f"{name} -> {target}"
+                for a, b in NEVER
+                if name.split(".")[0] == a and target.split(".")[0] == b
+            ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -114,7 +122,9 @@ def test_import_loads_nothing_heavy(module):
         "heavy = {'onnx', 'onnxruntime', 'transformers', 'sklearn', 'torchvision', 'triton', 'scipy', 'pandas'}\n"
         "print(','.join(sorted(heavy & set(sys.modules))))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     assert not found, f"import {module} loads {found}"
 
 
@@ -126,7 +136,9 @@ def test_import_adds_little_to_torch():
         "import sparsebit; sparsebit.QuantModel\n"
         "print(time.process_time() - t)"
     )
-    run = lambda: float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    run = lambda: float(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    )
     best = 9.0
     for _ in range(5):
         best = min(best, run())

@@ -8,9 +8,9 @@ import io
 
 import pytest
 import torch
-from models import images, small_net
 from torch import nn
 
+from models import images, small_net
 from sparsebit.errors import NotReadyError
 
 IMPORTS = {
@@ -60,17 +60,80 @@ IMPORTS = {
     "sparsebit.utils.yaml_utils": "_parse_config",
 }
 
-SOURCES = """
-nn.ReLU F.relu nn.ReLU6 F.relu6 nn.LeakyReLU F.leaky_relu nn.Sigmoid torch.sigmoid F.sigmoid nn.SiLU F.silu nn.GELU
-F.gelu nn.Mish F.mish nn.Hardsigmoid F.hardsigmoid nn.Tanh nn.Conv2d nn.ConvTranspose2d nn.Linear nn.Embedding
-nn.BatchNorm2d nn.LayerNorm torch.mean torch.Tensor.mean nn.AvgPool2d nn.AdaptiveAvgPool2d F.adaptive_avg_pool2d
-nn.Softmax torch.Tensor.softmax F.softmax nn.Identity nn.Upsample F.interpolate operator.add torch.add operator.matmul
-torch.matmul operator.sub torch.subtract operator.mul torch.mul operator.truediv torch.div operator.floordiv
-torch.floor_divide getattr operator.getitem operator.eq nn.MaxPool2d nn.BatchNorm1d torch.flatten torch.Tensor.flatten
-nn.Flatten torch.Tensor.size torch.reshape torch.Tensor.reshape torch.Tensor.view torch.cat torch.Tensor.expand
-torch.Tensor.expand_as torch.transpose torch.Tensor.transpose torch.permute torch.Tensor.permute torch.split nn.Dropout
-torch.Tensor.clone torch.Tensor.contiguous torch.Tensor.detach torch.where
-""".split()
+SOURCES = [
+    "nn.ReLU",
+    "F.relu",
+    "nn.ReLU6",
+    "F.relu6",
+    "nn.LeakyReLU",
+    "F.leaky_relu",
+    "nn.Sigmoid",
+    "torch.sigmoid",
+    "F.sigmoid",
+    "nn.SiLU",
+    "F.silu",
+    "nn.GELU",
+    "F.gelu",
+    "nn.Mish",
+    "F.mish",
+    "nn.Hardsigmoid",
+    "F.hardsigmoid",
+    "nn.Tanh",
+    "nn.Conv2d",
+    "nn.ConvTranspose2d",
+    "nn.Linear",
+    "nn.Embedding",
+    "nn.BatchNorm2d",
+    "nn.LayerNorm",
+    "torch.mean",
+    "torch.Tensor.mean",
+    "nn.AvgPool2d",
+    "nn.AdaptiveAvgPool2d",
+    "F.adaptive_avg_pool2d",
+    "nn.Softmax",
+    "torch.Tensor.softmax",
+    "F.softmax",
+    "nn.Identity",
+    "nn.Upsample",
+    "F.interpolate",
+    "operator.add",
+    "torch.add",
+    "operator.matmul",
+    "torch.matmul",
+    "operator.sub",
+    "torch.subtract",
+    "operator.mul",
+    "torch.mul",
+    "operator.truediv",
+    "torch.div",
+    "operator.floordiv",
+    "torch.floor_divide",
+    "getattr",
+    "operator.getitem",
+    "operator.eq",
+    "nn.MaxPool2d",
+    "nn.BatchNorm1d",
+    "torch.flatten",
+    "torch.Tensor.flatten",
+    "nn.Flatten",
+    "torch.Tensor.size",
+    "torch.reshape",
+    "torch.Tensor.reshape",
+    "torch.Tensor.view",
+    "torch.cat",
+    "torch.Tensor.expand",
+    "torch.Tensor.expand_as",
+    "torch.transpose",
+    "torch.Tensor.transpose",
+    "torch.permute",
+    "torch.Tensor.permute",
+    "torch.split",
+    "nn.Dropout",
+    "torch.Tensor.clone",
+    "torch.Tensor.contiguous",
+    "torch.Tensor.detach",
+    "torch.where",
+]
 
 
 @pytest.mark.parametrize("path", IMPORTS)
@@ -106,7 +169,16 @@ SIGNATURES = {
     "batchnorm_tuning": ["self"],
     "get_quantization_error": ["self", "data", "checker", "is_async"],
     "export_onnx": [
-        *("self", "dummy_data", "name", "input_names", "output_names", "dynamic_axes", "opset_version", "verbose"),
+        *(
+            "self",
+            "dummy_data",
+            "name",
+            "input_names",
+            "output_names",
+            "dynamic_axes",
+            "opset_version",
+            "verbose",
+        ),
         "extra_info",
     ],
     "add_extra_info_to_onnx": ["self", "onnx_path"],
@@ -184,7 +256,9 @@ def test_default_config_verbs():
     config = default_config.clone()
     config.defrost()
     config.DEVICE = "cpu"
-    config.merge_from_list(["W.QSCHEME", "per-channel-symmetric", "W.QUANTIZER.BIT", 4, "A.QSCHEME", "per-tensor-affine"])
+    config.merge_from_list(
+        ["W.QSCHEME", "per-channel-symmetric", "W.QUANTIZER.BIT", 4, "A.QSCHEME", "per-tensor-affine"]
+    )
     config.freeze()
     assert config.W.QUANTIZER.BIT == 4 and config.SCHEDULE.BN_TUNING is False
     assert QuantModel(small_net(), config).model.fc.weight_quantizer.bit == 4
@@ -215,4 +289,6 @@ def test_what_is_not_there_yet_says_so(config):
     with pytest.raises(NotReadyError, match="adaround"):
         QuantModel(small_net(), config.override("W.QUANTIZER.TYPE", "adaround"))
     with pytest.raises(NotReadyError, match="not part of this release"):
-        SparseModel(small_net(), parse_sconfig({"SPARSER": {"TYPE": "structed", "STRATEGY": "l1norm", "RATIO": 0.5}}))
+        SparseModel(
+            small_net(), parse_sconfig({"SPARSER": {"TYPE": "structed", "STRATEGY": "l1norm", "RATIO": 0.5}})
+        )

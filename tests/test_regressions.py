@@ -13,10 +13,10 @@ import sys
 
 import pytest
 import torch
-from models import images, small_net, sqnr
 from torch import nn
 
 import sparsebit
+from models import images, small_net, sqnr
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quantizers import build_quantizer
@@ -42,7 +42,9 @@ def test_D3_asym_observes_behind_quantized_predecessors():
 def test_D3_asym_equals_calibrating_layer_by_layer_by_hand():
     """The definition, spelled out: quantize everything before a layer, observe what reaches it."""
     cfg = config("W.QUANTIZER.BIT", 3, "A.QUANTIZER.BIT", 3, "SCHEDULE.FUSE_BN", True)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    ).eval()
     batches = images()
     got = scales(QuantModel(net, cfg).calibrate(batches, asym=True))
     by_hand = QuantModel(net, cfg).calibrate(batches)
@@ -159,8 +161,12 @@ def test_D29_a_calibrated_state_dict_loads_into_a_fresh_model():
 def test_D29_old_shapes_of_scales_load():
     qmodel = sparsebit.quantize(small_net(), images(), config())
     state = qmodel.state_dict()
-    state["model.conv1.weight_quantizer.scale"] = state["model.conv1.weight_quantizer.scale"].reshape(-1, 1, 1, 1)
-    state["model.conv1.input_quantizer.scale"] = state["model.conv1.input_quantizer.scale"].reshape(1, 1, 1, 1)
+    state["model.conv1.weight_quantizer.scale"] = state["model.conv1.weight_quantizer.scale"].reshape(
+        -1, 1, 1, 1
+    )
+    state["model.conv1.input_quantizer.scale"] = state["model.conv1.input_quantizer.scale"].reshape(
+        1, 1, 1, 1
+    )
     fresh = QuantModel(small_net(), config())
     fresh.load_state_dict(state)
     assert fresh.model.conv1.weight_quantizer.scale.shape == (8,)

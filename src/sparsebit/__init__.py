@@ -1,6 +1,6 @@
 """Sparsebit: quantize, prune and ship PyTorch models.
 
-    qmodel = sparsebit.quantize(model, batches)
+qmodel = sparsebit.quantize(model, batches)
 """
 
 from __future__ import annotations

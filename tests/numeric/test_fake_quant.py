@@ -116,7 +116,9 @@ def test_gradients_against_finite_differences(spec):
     def smooth(x, s, z):
         s, z = s.reshape(shape), z.reshape(shape)
         u = x / s + residual
-        return torch.where(inside, u, torch.where(v > 0, spec.qmax - z, spec.qmin - z)).mul(s).mul(weight).sum()
+        return (
+            torch.where(inside, u, torch.where(v > 0, spec.qmax - z, spec.qmin - z)).mul(s).mul(weight).sum()
+        )
 
     args = [x.detach(), scale.detach(), zero.detach()]
     for i, grad in enumerate((x.grad, scale.grad, zero.grad)):
@@ -152,7 +154,13 @@ def test_bits_are_checked():
 
 
 @settings(max_examples=60, deadline=None)
-@given(bits=st.integers(1, 8), signed=st.booleans(), rows=st.integers(1, 3), n=st.integers(0, 40), seed=st.integers(0, 99))
+@given(
+    bits=st.integers(1, 8),
+    signed=st.booleans(),
+    rows=st.integers(1, 3),
+    n=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
 def test_packing_round_trip(bits, signed, rows, n, seed):
     lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
     q = torch.randint(lo, hi, (rows, n), generator=torch.Generator().manual_seed(seed))

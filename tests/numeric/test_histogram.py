@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -215,7 +216,7 @@ def naive_divergence(h, end, levels):
     p[-1] += h[end:].sum()
     q = torch.zeros(end, dtype=torch.float64)
     cuts = [end * g // levels for g in range(levels + 1)]
-    for a, b in zip(cuts, cuts[1:]):
+    for a, b in itertools.pairwise(cuts):
         filled_bins = p[a:b] > 0
         if filled_bins.any():
             q[a:b][filled_bins] = h[a:b].sum() / filled_bins.sum()

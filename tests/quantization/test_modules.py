@@ -7,10 +7,10 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from models import sqnr
 from torch import nn
 
 import sparsebit
+from models import sqnr
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import Opr, QuantOpr, find_qmodule
 

@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from models import SmallNet, images, small_net, sqnr
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsebit
+from models import SmallNet, images, small_net, sqnr
 from sparsebit.errors import CalibrationError, ConfigError, GraphError, SparsebitError, TraceError
 from sparsebit.graph import graph_pass
 from sparsebit.quantization import QuantModel
@@ -198,13 +198,28 @@ def test_gradients_reach_the_weights(net):
 # -- config ------------------------------------------------------------------------------------------
 def test_specific_by_fx_name_and_by_path_later_wins(net, caplog):
     cfg = {
-        "W": {"SPECIFIC": [{"*": ["QUANTIZER.BIT", 6]}, {"layer1.0.*": ["QUANTIZER.BIT", 4], "fc": ["QUANTIZER.BIT", 5]}]},
-        "A": {"SPECIFIC": [{"layer1_1_conv1": ["QUANTIZER.DISABLE", True], "nothing*": ["QUANTIZER.BIT", 3]}]},
+        "W": {
+            "SPECIFIC": [
+                {"*": ["QUANTIZER.BIT", 6]},
+                {"layer1.0.*": ["QUANTIZER.BIT", 4], "fc": ["QUANTIZER.BIT", 5]},
+            ]
+        },
+        "A": {
+            "SPECIFIC": [{"layer1_1_conv1": ["QUANTIZER.DISABLE", True], "nothing*": ["QUANTIZER.BIT", 3]}]
+        },
     }
     with caplog.at_level(logging.WARNING, "sparsebit"):
         qmodel = QuantModel(net, cfg)
-    bits = {n: m.weight_quantizer.bit for n, m in qmodel.model.named_children() if getattr(m, "weight_quantizer", None)}
-    assert bits["layer1_0_conv1"] == bits["layer1_0_conv2"] == 4 and bits["fc"] == 5 and bits["layer1_1_conv1"] == 6
+    bits = {
+        n: m.weight_quantizer.bit
+        for n, m in qmodel.model.named_children()
+        if getattr(m, "weight_quantizer", None)
+    }
+    assert (
+        bits["layer1_0_conv1"] == bits["layer1_0_conv2"] == 4
+        and bits["fc"] == 5
+        and bits["layer1_1_conv1"] == 6
+    )
     assert qmodel.model.layer1_1_conv1.input_quantizer.absorbed
     assert "A.SPECIFIC: 'nothing*' matches no layer" in caplog.text and "'fc'" not in caplog.text
 
@@ -291,10 +306,16 @@ def test_identity_marked_by_the_user_becomes_a_quantizer():
 
 
 def test_absorbed_activations():
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(64, 4), nn.GELU())
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(64, 4), nn.GELU()
+    )
     on = QuantModel(net, {})
     off = QuantModel(net, {"SCHEDULE": {"DISABLE_UNNECESSARY_QUANT": False}})
-    absorbed = lambda q: [n for n, m in q.model.named_children() if getattr(m, "input_quantizer", None) and m.input_quantizer.absorbed]
+    absorbed = lambda q: [
+        n
+        for n, m in q.model.named_children()
+        if getattr(m, "input_quantizer", None) and m.input_quantizer.absorbed
+    ]
     assert absorbed(on) == ["_1", "_6"] and absorbed(off) == []
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import sparsebit
+from sparsebit.quantization.modules import QuantOpr
 
 
 class DigitNet(nn.Module):
@@ -93,9 +94,8 @@ def weight_bytes(qmodel: sparsebit.QuantModel) -> float:
     """Bytes of the weights at their quantized width, biases in float32."""
     bits = 8 * 4 * sum(p.numel() for n, p in qmodel.named_parameters() if n.endswith("bias"))
     for module in qmodel.model.modules():
-        quantizer = getattr(module, "weight_quantizer", None)
-        if quantizer is not None:
-            bits += module.weight.numel() * quantizer.bit
+        if isinstance(module, QuantOpr) and module.weight_quantizer is not None:
+            bits += module.weight.numel() * module.weight_quantizer.bit
     return bits / 8
 
 

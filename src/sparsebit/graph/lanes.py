@@ -84,7 +84,7 @@ class Lane:
         differs: Callable[[fx.Node], bool] = lambda node: True,
     ):
         self.gm, self.base, self.differs = gm, base, differs
-        self.store = base.store if base else store or Store()
+        self.store: Store = base.store if base else store or Store()
         self.values: list[dict[fx.Node, Any]] = [{} for _ in batches]
         self._batches = batches
         self._interpreter = fx.Interpreter(gm, garbage_collect_values=False)
@@ -123,7 +123,7 @@ class Lane:
 
     def _arguments(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         real = lambda n: self.store.get(values[n])
-        return fx.node.map_arg(node.args, real), fx.node.map_arg(node.kwargs, real)  # type: ignore[return-value]
+        return fx.node.map_arg(node.args, real), fx.node.map_arg(node.kwargs, real)
 
     def _run(self, node: fx.Node, i: int) -> Any:
         if node.op == "placeholder":

@@ -31,7 +31,7 @@ def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = 
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         wants_grad = True  # the traceable formula; chunks and .item() are for eager mode only
     if wants_grad:
-        return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis)  # type: ignore[no-any-return]
+        return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis)
     return _forward(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, inplace and not x.requires_grad)
 
 
@@ -57,7 +57,13 @@ def _aligned(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> 
 
 
 def _forward(
-    x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None, inplace: bool = False
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    qmin: int,
+    qmax: int,
+    axis: int | None,
+    inplace: bool = False,
 ) -> Tensor:
     if x.dtype not in (torch.float32, torch.float64):
         return _forward(x.float(), scale, zero_point, qmin, qmax, axis, True).to(x.dtype)

@@ -1,9 +1,8 @@
 """Streaming histogram on the grid of floating point itself: a bin is (sign, exponent, first mantissa bits).
 
 The grid does not depend on the data, so merging is adding, batch order cannot matter, and an outlier does not
-coarsen the bins of the bulk: every bin is 2^-m wide relative to its values. Only the 16 octaves below the
-largest value are kept; what is smaller counts as 0. (A linear histogram whose range doubles has the same
-exactness, but an outlier of 1000 sigma leaves it 8 bins for the bulk.)
+coarsen the bins of the bulk (a linear histogram whose range doubles merges as exactly, but leaves 8 of 2048
+bins to data with an outlier of 1000 sigma). Kept are the 16 octaves below the largest value; the rest is 0.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ MANTISSA = (5, 10)  # bits of relative resolution: many channels ... one channel
 BINS = 2**19  # all channels together, where MANTISSA allows
 SAMPLE = 2**16  # values of one tensor that are looked at; small tensors are taken whole
 SAMPLE_PER_CHANNEL = 2**12
+BLOCK = 2**18  # values in work at a time
 LOOP_FROM = 2**15  # aminmax over a whole tensor is vectorised, over a dimension it is not
 
 
@@ -116,10 +116,10 @@ class Histogram:
 
     def _count(self, rows: Tensor, weight: int) -> None:
         counts = self._spill()
-        index = self._index(rows).long()
-        if len(counts) > 1:
-            index += torch.arange(0, counts.numel(), counts.shape[1], device=index.device)[:, None]
-        counts.view(-1).scatter_add_(0, index.view(-1), torch.full_like(index.view(-1), weight))
+        offset = torch.arange(0, counts.numel(), counts.shape[1], device=counts.device)[:, None]
+        for part in rows.split(max(BLOCK // len(rows), 1), 1):
+            index = (self._index(part) + offset).view(-1)
+            counts.view(-1).scatter_add_(0, index, torch.full_like(index, weight))
 
     def _index(self, rows: Tensor) -> Tensor:
         pattern = rows.view(torch.int32)

@@ -35,9 +35,12 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
         codes = torch.tensor([float(spec.qmin)], dtype=torch.float64, device=low.device)
     else:
         widest = (high - low) / max(levels - 1, 1)
-        codes = -torch.linspace(0, levels, min(levels + 1, ZERO_POINTS), dtype=torch.float64, device=low.device)
+        codes = -torch.linspace(
+            0, levels, min(levels + 1, ZERO_POINTS), dtype=torch.float64, device=low.device
+        )
     scale = torch.where(widest > 0, widest, 1) * SHARES.to(widest)[:, None]
     scale, first = _refine(bins, *_starts(bins, scale, codes.round(), levels), levels, len(codes))
+    scale = torch.where(widest > 0, scale, 0)
     if spec.symmetric:
         half = scale * levels / 2
         low, high = torch.where(low < 0, -half, 0), torch.where(high > 0, half, 0)
@@ -60,7 +63,9 @@ def _starts(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> tuple[Tens
 
 def _pair_costs(bins: Bins, sample: Bins, scale: Tensor, codes: Tensor, levels: int, step: int) -> Tensor:
     """Squared error of every scale with every first code, (channels, scales, codes): rounding + clipping."""
-    rounding = _errors(sample, scale, torch.full_like(scale, -1e30), 2e30)  # as if there were codes without end
+    rounding = _errors(
+        sample, scale, torch.full_like(scale, -1e30), 2e30
+    )  # as if there were codes without end
     rounding = torch.nn.functional.pad(rounding.cumsum(2), (1, 0)).transpose(0, 1)
     grid = scale.T[..., None]
     first, last = grid * codes, grid * (codes + levels)

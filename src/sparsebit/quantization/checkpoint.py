@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import SparsebitError
@@ -32,7 +31,9 @@ def load_checkpoint(cls: Any, folder: Path, model: nn.Module) -> Any:
 
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
-            raise SparsebitError(f"{folder} holds no saved QuantModel: {name} is missing; write one with save()")
+            raise SparsebitError(
+                f"{folder} holds no saved QuantModel: {name} is missing; write one with save()"
+            )
     qmodel = cls(model, folder / CONFIG)
     with safe_open(str(folder / WEIGHTS), framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -74,5 +74,5 @@ def _tracked(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import track
 
-    total = len(batches) if hasattr(batches, "__len__") else None
+    total = len(batches) if isinstance(batches, Sized) else None
     yield from track(batches, "calibrating", total=total, console=Console(stderr=True), transient=True)

@@ -101,7 +101,9 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
         built.add(module)
     for letter, section in (("W", ctx.config.w), ("A", ctx.config.a)):
         for pattern in unmatched(section, all_names):
-            log.warning("%s.SPECIFIC: %r matches no layer; names look like %s", letter, pattern, all_names[:4])
+            log.warning(
+                "%s.SPECIFIC: %r matches no layer; names look like %s", letter, pattern, all_names[:4]
+            )
     return len(built)
 
 
@@ -120,5 +122,5 @@ def _describe(node: fx.Node, gm: fx.GraphModule) -> str:
 
 def _takes_config(cls: type) -> bool:
     """QModules take (org_module, config); ones written for early versions of the original only org_module."""
-    code = getattr(cls.__init__, "__code__", None)
+    code = getattr(vars(cls).get("__init__"), "__code__", None)
     return code is None or code.co_argcount > 2

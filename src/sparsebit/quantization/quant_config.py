@@ -52,7 +52,9 @@ class ScheduleConfig(Config):
         False, description="re-estimate batch norms after quantization; keeps them unfused"
     )
     disable_unnecessary_quant: bool = Field(True, description="no quantizer between ops that a backend fuses")
-    bias_correction: bool = Field(False, description="shift biases by the mean error that rounded weights cause")
+    bias_correction: bool = Field(
+        False, description="shift biases by the mean error that rounded weights cause"
+    )
 
     def verify(self) -> None:
         if self.bn_tuning:  # there is nothing left to tune once batch norms are folded

@@ -92,7 +92,9 @@ class QuantModel(nn.Module):
             self._runner.close()
         self._runner = None
 
-    def calibrate(self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None) -> QuantModel:
+    def calibrate(
+        self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None
+    ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y))."""
         from sparsebit.quantization.feeding import feed
 
@@ -165,7 +167,9 @@ class QuantModel(nn.Module):
         verbose: bool = False,
         extra_info: bool = False,
     ) -> None:
-        raise NotReadyError("export_onnx() comes with a later release, together with the check of the file it writes")
+        raise NotReadyError(
+            "export_onnx() comes with a later release, together with the check of the file it writes"
+        )
 
     def add_extra_info_to_onnx(self, onnx_path: str) -> None:
         raise NotReadyError("add_extra_info_to_onnx() comes with export_onnx() in a later release")

@@ -25,7 +25,17 @@ FRESH = frozenset(  # ops whose result is memory of its own
         *(getattr(nn, f"{kind}{d}d") for d in (1, 2, 3) for kind in ("Conv", "ConvTranspose", "BatchNorm")),
         *(getattr(nn, f"{kind}Pool{d}d") for d in (1, 2, 3) for kind in ("Avg", "Max", "AdaptiveAvg")),
         *(nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.Upsample),
-        *(nn.ReLU, nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.GELU, nn.Sigmoid, nn.Tanh),
+        *(
+            nn.ReLU,
+            nn.ReLU6,
+            nn.SiLU,
+            nn.Hardswish,
+            nn.Hardsigmoid,
+            nn.LeakyReLU,
+            nn.GELU,
+            nn.Sigmoid,
+            nn.Tanh,
+        ),
         *(F.conv1d, F.conv2d, F.conv3d, F.linear, F.interpolate, F.max_pool2d, F.avg_pool2d),
         *(torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.cat, torch.stack),
         *OPERATORS.values(),
@@ -57,7 +67,7 @@ def _convertible(gm: fx.GraphModule, writers: list[fx.Node], keep: set[nn.Module
     done: set[fx.Node] = set()
     for node in writers:
         source = node.args[0] if node.args else None
-        if node.op == "call_module" and module_of(node, gm) in keep or not isinstance(source, fx.Node):
+        if (node.op == "call_module" and module_of(node, gm) in keep) or not isinstance(source, fx.Node):
             continue
         if source in done or (is_op(op_of(source, gm), FRESH) and not _writes(source, gm)):
             done.add(node)

@@ -21,7 +21,9 @@ def simplify(model: nn.Module) -> fx.GraphModule:
     return gm
 
 
-def fuse_operations(model: fx.GraphModule, config: Any, custom_lists: list[str] | None = None) -> fx.GraphModule:
+def fuse_operations(
+    model: fx.GraphModule, config: Any, custom_lists: list[str] | None = None
+) -> fx.GraphModule:
     """Run the fuse passes that `config` (the SCHEDULE section) switches on, or those named in `custom_lists`."""
     from sparsebit.quantization.converters.fuse_operations import FUSE_PASSES
 

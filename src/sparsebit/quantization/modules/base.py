@@ -68,6 +68,9 @@ class QuantOpr(Opr):
     weight_axis: ClassVar[int] = 0  # the output-channel axis of the weight
     quantize_weight: ClassVar[bool] = True  # False: its weight is a per-channel scale, folded or cheap
     quantize_input: ClassVar[bool] = True
+    weight: Any  # a Parameter, or None
+    bias: Any
+    groups: Any
     input_quantizer: Quantizer | None
     weight_quantizer: Quantizer | None
     bias_correction: Tensor | None  # added to the bias while the weight is quantized
@@ -93,7 +96,11 @@ class QuantOpr(Opr):
         """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
         if args:
             return (self.quantized_input(args[0]), *args[1:])
-        key = "input" if "input" in kwargs else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
+        key = (
+            "input"
+            if "input" in kwargs
+            else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
+        )
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args
@@ -115,7 +122,11 @@ class QuantOpr(Opr):
     @property
     def current_bias(self) -> Tensor | None:
         """The bias, corrected for the error of the rounded weight while that is in use."""
-        if self.bias_correction is None or self.weight_quantizer is None or not self.weight_quantizer.is_enable:
+        if (
+            self.bias_correction is None
+            or self.weight_quantizer is None
+            or not self.weight_quantizer.is_enable
+        ):
             return self.bias
         return self.bias_correction if self.bias is None else self.bias + self.bias_correction
 
@@ -182,5 +193,4 @@ def define(name: str, kind: type[Opr], *sources: Any, doc: str = "", module: str
 
 
 def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    return getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target  # type: ignore[return-value]
-
+    return getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target

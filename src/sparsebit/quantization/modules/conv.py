@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 
 
-class _QConv(QuantOpr):
+@register_qmodule(sources=[nn.Conv2d])
+class QConv2d(QuantOpr, nn.Conv2d):
     def forward(self, x_in: Tensor) -> Tensor:
         x, weight = self.quantized_input(x_in), self.quantized_weight()
         return self._conv_forward(x, weight, self.current_bias)
-
-
-@register_qmodule(sources=[nn.Conv2d])
-class QConv2d(_QConv, nn.Conv2d):
-    pass
 
 
 @register_qmodule(sources=[nn.ConvTranspose2d])
@@ -24,9 +22,9 @@ class QConvTranspose2d(QuantOpr, nn.ConvTranspose2d):
 
     def forward(self, x_in: Tensor, output_size: list[int] | None = None) -> Tensor:
         x, weight = self.quantized_input(x_in), self.quantized_weight()
-        output_padding = self._output_padding(
-            x, output_size, self.stride, self.padding, self.kernel_size, 2, self.dilation
-        )
+        padding: Any = self.padding
+        sizes: list[Any] = [self.stride, padding, self.kernel_size, 2, self.dilation]
+        output_padding: Any = self._output_padding(x, output_size, *sizes)
         return nn.functional.conv_transpose2d(
-            x, weight, self.current_bias, self.stride, self.padding, output_padding, self.groups, self.dilation
+            x, weight, self.current_bias, self.stride, padding, output_padding, self.groups, self.dilation
         )

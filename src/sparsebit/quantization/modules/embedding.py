@@ -14,5 +14,11 @@ class QEmbedding(QuantOpr, nn.Embedding):
     def forward(self, x_in: Tensor) -> Tensor:
         weight = self.quantized_weight()
         return nn.functional.embedding(
-            x_in, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+            x_in,
+            weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
         )

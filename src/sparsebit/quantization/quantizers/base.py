@@ -55,7 +55,9 @@ class Quantizer(nn.Module):
         self.register_buffer("zero_point", torch.zeros(1))
         self.observer = build_observer(config, self.qdesc)
         self.mode = Mode.FLOAT
-        self.absorbed: bool = config.quantizer.disable  # True: never quantizes (fused into its neighbour, or disabled)
+        self.absorbed: bool = (
+            config.quantizer.disable
+        )  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
         self.reuse: Reuse | None = None
 

@@ -1,6 +1,6 @@
 """DoReFa: weights pass through tanh before they are rounded (Zhou et al., DoReFa-Net, 2016).
 
-    w' = tanh(w) / max|tanh(w)|, then uniform on [-1, 1]
+w' = tanh(w) / max|tanh(w)|, then uniform on [-1, 1]
 """
 
 from __future__ import annotations

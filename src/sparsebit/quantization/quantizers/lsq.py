@@ -47,7 +47,9 @@ class LSQQuantizer(BaseQuantizer):
         if self.absorbed:
             return self.scale, self.zero_point
         if self._abs_sum is None:
-            raise CalibrationError(f"{self.name or 'lsq'}: saw no data; run some batches before calc_qparams()")
+            raise CalibrationError(
+                f"{self.name or 'lsq'}: saw no data; run some batches before calc_qparams()"
+            )
         min_val, _ = self.observer.calc_minmax()
         if not self.is_symmetric and (min_val < 0).any():
             log.warning("%s: lsq has no zero point, but the data is negative: made symmetric", self.name)

@@ -26,7 +26,9 @@ class PACTQuantizer(BaseQuantizer):
     @classmethod
     def check(cls, cfg: Any) -> None:
         if QuantTarget.FEATURE not in cfg.target:
-            raise ConfigError("QUANTIZER.TYPE: pact is for activations; use uniform, lsq or dorefa for weights")
+            raise ConfigError(
+                "QUANTIZER.TYPE: pact is for activations; use uniform, lsq or dorefa for weights"
+            )
         if not cfg.qscheme.startswith("per-tensor"):
             raise ConfigError(f"QSCHEME: pact needs a per-tensor scheme, got {cfg.qscheme}")
 

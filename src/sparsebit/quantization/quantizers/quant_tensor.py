@@ -48,7 +48,7 @@ class STE(torch.autograd.Function):
     """`STE.apply(x, scale, zero_point, qdesc, backend)`: straight-through fake quantization."""
 
     @staticmethod
-    def apply(  # type: ignore[override]
+    def apply(
         x: Tensor, scale: Tensor, zero_point: Tensor, qdesc: QuantDescriptor, backend: Any = Backend.VIRTUAL
     ) -> Tensor:
         return fake_quant_factory[backend](x, scale, zero_point, qdesc)

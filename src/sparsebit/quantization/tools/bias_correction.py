@@ -63,14 +63,16 @@ class InputMean:
         module.bias_correction = shift.to(weight.dtype)
 
 
-def output_shift(module: nn.Module, error: Tensor, mean: Tensor) -> Tensor:
+def output_shift(module: QuantOpr, error: Tensor, mean: Tensor) -> Tensor:
     """What a weight error adds to each output channel when every input channel has its mean value."""
     if isinstance(module, QLinear):
         return error @ mean
     groups = module.groups
     means = mean.reshape(groups, -1)
     taps = error.flatten(2).sum(2)
-    if isinstance(module, QConvTranspose2d):  # (in, out / groups); a stride spreads the taps over more outputs
+    if isinstance(
+        module, QConvTranspose2d
+    ):  # (in, out / groups); a stride spreads the taps over more outputs
         taps = taps / math.prod(module.stride)
         return torch.einsum("gio,gi->go", taps.reshape(groups, -1, taps.shape[1]), means).flatten()
     return torch.einsum("goi,gi->go", taps.reshape(groups, -1, taps.shape[1]), means).flatten()

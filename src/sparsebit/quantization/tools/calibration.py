@@ -77,11 +77,16 @@ class CalibrationRunner:
             quantizer.mode = Mode.FLOAT
         if asym:
             if self.store is None:
-                raise CalibrationError(f"calc_qparams(asym=True) needs the inputs again, but {self.why_no_inputs}")
+                raise CalibrationError(
+                    f"calc_qparams(asym=True) needs the inputs again, but {self.why_no_inputs}"
+                )
             for mean in self.means.values():
                 mean.reset()
             calibrate_asym(
-                self.model, [self.store.get(b) for b in self.batches], w_quant or not a_quant, a_quant or not w_quant
+                self.model,
+                [self.store.get(b) for b in self.batches],
+                w_quant or not a_quant,
+                a_quant or not w_quant,
             )
         else:
             for module in self.model.modules():

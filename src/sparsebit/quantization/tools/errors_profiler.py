@@ -15,5 +15,7 @@ class QuantizationErrorProfiler:
     def __init__(self, model: fx.GraphModule):
         self.model = model
 
-    def apply(self, data: Any, checker: Callable[..., Any] = F.mse_loss, is_async: bool = True) -> dict[str, Any]:
+    def apply(
+        self, data: Any, checker: Callable[..., Any] = F.mse_loss, is_async: bool = True
+    ) -> dict[str, Any]:
         raise NotReadyError("the per-layer error profile comes with a later release")

@@ -1,6 +1,8 @@
 """Passes over QModules, after the quantizers are attached."""
 
-from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import disable_unnecessary_quant
+from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
+    disable_unnecessary_quant,
+)
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory
 

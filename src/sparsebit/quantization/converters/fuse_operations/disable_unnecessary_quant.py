@@ -50,6 +50,8 @@ RULES = [
 ]
 
 
-@graph_pass("disable_unnecessary_quant", when=lambda cfg: cfg.schedule.disable_unnecessary_quant, keeps_output=True)
+@graph_pass(
+    "disable_unnecessary_quant", when=lambda cfg: cfg.schedule.disable_unnecessary_quant, keeps_output=True
+)
 def disable_unnecessary_quant(gm: fx.GraphModule, ctx: Any) -> int:
     return sum(rule.apply(gm) for rule in RULES)

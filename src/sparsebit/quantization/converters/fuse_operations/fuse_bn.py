@@ -1,6 +1,6 @@
 """fuse_bn: fold a BatchNorm into the convolution before it.
 
-    w' = w * gamma / sqrt(var + eps)        b' = (b - mean) * gamma / sqrt(var + eps) + beta
+w' = w * gamma / sqrt(var + eps)        b' = (b - mean) * gamma / sqrt(var + eps) + beta
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from sparsebit.quantization.modules.normalization import QBatchNorm2d
 CONV_BN = Pat((QBatchNorm2d, nn.BatchNorm2d), Pat((QConv2d, QConvTranspose2d), name="conv"), name="bn")
 
 
-@graph_pass("fuse_bn", when=lambda cfg: cfg.schedule.fuse_bn and not cfg.schedule.bn_tuning, keeps_output=True)
+@graph_pass(
+    "fuse_bn", when=lambda cfg: cfg.schedule.fuse_bn and not cfg.schedule.bn_tuning, keeps_output=True
+)
 def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
     calls = module_calls(gm)
 
