@@ -56,21 +56,10 @@ class Bins:
         lo = -self.hi.flip(1)
         return Bins(lo, lo if self.exact else -self.lo.flip(1), self.count.flip(1))
 
-    def thinned(self, step: int) -> Bins:
-        """Every step-th of single values, to stand for all."""
-        values = self.lo[:, step // 2 :: step].contiguous()
-        return Bins(values, values, self.count[:, step // 2 :: step] * step)
-
-    def clipping(self, low: Tensor, high: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
-        """Of ranges [low, high], (channels, any): first and last bin inside; squared error of values below, and above."""
-        lo, hi, count = self.lo.double(), self.hi.double(), self.count.double()
-        powers = torch.stack([count, count * (lo + hi) / 2, count * (lo * lo + lo * hi + hi * hi) / 3])
-        sums = torch.nn.functional.pad(powers.cumsum(2), (1, 0))
-        start, end = (torch.searchsorted((lo + hi) / 2, at.contiguous()) for at in (low, high))
-        below = [s.gather(1, start) for s in sums]
-        above = [s[:, -1:] - s.gather(1, end) for s in sums]
-        costs = (m2 - 2 * at * m1 + at * at * m0 for at, (m0, m1, m2) in ((low, below), (high, above)))
-        return (start, end), *costs
+    def over(self, unit: Tensor) -> Bins:
+        """Values divided by one number per channel."""
+        lo = self.lo / unit[:, None]
+        return Bins(lo, lo if self.exact else self.hi / unit[:, None], self.count)
 
 
 class Histogram:
@@ -118,15 +107,14 @@ class Histogram:
         counts = self._spill()
         offset = torch.arange(0, counts.numel(), counts.shape[1], device=counts.device)[:, None]
         for part in rows.split(max(BLOCK // len(rows), 1), 1):
-            index = (self._index(part) + offset).view(-1)
+            index = (self._index(part) + offset).reshape(-1)
             counts.view(-1).scatter_add_(0, index, torch.full_like(index, weight))
 
     def _index(self, rows: Tensor) -> Tensor:
         pattern = rows.view(torch.int32)
         floor = ((self.top + (1 - OCTAVES)) << self.mantissa) - 1
-        index = (
-            (pattern & 0x7FFFFFFF).bitwise_right_shift_(23 - self.mantissa).sub_(floor[:, None]).clamp_(min=0)
-        )
+        index = (pattern & 0x7FFFFFFF).bitwise_right_shift_(23 - self.mantissa)
+        index.sub_(floor[:, None]).clamp_(min=0)
         sign = pattern >> 31  # 0 or -1; (x ^ -1) + 1 is -x
         return index.bitwise_xor_(sign).sub_(sign).add_(self.half)
 
@@ -167,11 +155,8 @@ class Histogram:
         edges = ((codes + ((self.top + (1 - OCTAVES)) << bits)[:, None]) << (23 - bits)).view(torch.float32)
         lo, hi, none = edges[:, :-1], edges[:, 1:], torch.zeros_like(edges[:, :1])
         if absolute:
-            lo, hi, count = (
-                torch.cat([none, lo], 1),
-                torch.cat([none, hi], 1),
-                torch.cat([zero, above + below.flip(1)], 1),
-            )
+            lo, hi = torch.cat([none, lo], 1), torch.cat([none, hi], 1)
+            count = torch.cat([zero, above + below.flip(1)], 1)
             low, high = torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
         else:
             lo, hi = torch.cat([-hi.flip(1), none, lo], 1), torch.cat([-lo.flip(1), none, hi], 1)

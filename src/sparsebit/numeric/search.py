@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebit.numeric.histogram import Bins
 from sparsebit.numeric.spec import QuantSpec
@@ -29,18 +30,20 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     A grid is a scale and its first code, so these are searched: all pairs with an estimate that takes no pass
     over the values per pair, then the neighbourhood of the best ones with the true error.
     """
-    low, high, levels = low.double().clamp(max=0), high.double().clamp(min=0), spec.levels
+    levels = spec.levels
+    unit = torch.maximum(-low, high).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )  # squares of float32 stay floats
+    low, high, bins = (low / unit).double().clamp(max=0), (high / unit).double().clamp(min=0), bins.over(unit)
     if spec.symmetric:
         widest = torch.maximum(-low, high) / max(spec.qmax, 1)
-        codes = torch.tensor([float(spec.qmin)], dtype=torch.float64, device=low.device)
+        codes = low.new_tensor([spec.qmin])
     else:
         widest = (high - low) / max(levels - 1, 1)
-        codes = -torch.linspace(
-            0, levels, min(levels + 1, ZERO_POINTS), dtype=torch.float64, device=low.device
-        )
+        codes = torch.linspace(-levels, 0, min(levels + 1, ZERO_POINTS)).to(low).round()
     scale = torch.where(widest > 0, widest, 1) * SHARES.to(widest)[:, None]
-    scale, first = _refine(bins, *_starts(bins, scale, codes.round(), levels), levels, len(codes))
-    scale = torch.where(widest > 0, scale, 0)
+    scale, first = _refine(bins, *_starts(bins, scale, codes, levels), levels, len(codes))
+    scale = torch.where(widest > 0, scale, 0) * unit
     if spec.symmetric:
         half = scale * levels / 2
         low, high = torch.where(low < 0, -half, 0), torch.where(high > 0, half, 0)
@@ -51,28 +54,50 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
 
 def _starts(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The most promising pairs of `scale` (scales, channels) and first code, as two (starts, channels) tensors."""
-    step = max(1, bins.lo.shape[1] // THIN) if bins.exact else 1
-    sample = bins.thinned(step) if step > 1 else bins  # rounding does not need every value; clipping does
     best = []
-    for part, ks in _blocks(scale, sample.lo.shape[1] + len(codes)):
-        costs = [_pair_costs(bins[part], sample[part], scale[k, part], codes, levels, step) for k in ks]
+    size = min(bins.lo.shape[1], 2 * THIN) if bins.exact else bins.lo.shape[1]
+    for part, ks in _blocks(scale, size + len(codes)):
+        costs = [_pair_costs(bins[part], scale[k, part], codes, levels) for k in ks]
         best.append(torch.cat(costs, 1).flatten(1).topk(STARTS, largest=False).indices)
     at = torch.cat(best).T
     return scale.gather(0, at // len(codes)), codes[at % len(codes)]
 
 
-def _pair_costs(bins: Bins, sample: Bins, scale: Tensor, codes: Tensor, levels: int, step: int) -> Tensor:
+def _pair_costs(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> Tensor:
     """Squared error of every scale with every first code, (channels, scales, codes): rounding + clipping."""
-    rounding = _errors(
-        sample, scale, torch.full_like(scale, -1e30), 2e30
-    )  # as if there were codes without end
-    rounding = torch.nn.functional.pad(rounding.cumsum(2), (1, 0)).transpose(0, 1)
+    step = max(1, bins.lo.shape[1] // THIN) if bins.exact else 1
+    sample = _every(step, bins)  # clipping needs every value, rounding does not
+    rounding = _errors(sample, scale, torch.full_like(scale, -1e30), 2e30)  # as if codes had no end
+    rounding = pad(rounding.cumsum(2), (1, 0)).transpose(0, 1)
     grid = scale.T[..., None]
     first, last = grid * codes, grid * (codes + levels)
-    (start, end), below, above = bins.clipping(first.flatten(1), last.flatten(1))
+    start, end, clipped = _clipping(bins, first.flatten(1), last.flatten(1))
     start, end = (j.view_as(first).div(step, rounding_mode="floor") for j in (start, end))
     inside = rounding.gather(2, end.clamp_(max=rounding.shape[2] - 1)) - rounding.gather(2, start)
-    return inside + (below + above).view_as(first)
+    return inside + clipped.view_as(first)
+
+
+def _every(step: int, bins: Bins) -> Bins:
+    """Every step-th of single values, to stand for all."""
+    if step == 1:
+        return bins
+    values = bins.lo[:, step // 2 :: step].contiguous()
+    return Bins(values, values, bins.count[:, step // 2 :: step] * step)
+
+
+def _clipping(bins: Bins, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For ranges [low, high], (channels, any): first bin inside and after, sum of squared distances of the others."""
+    lo, hi, count = bins.lo.double(), bins.hi.double(), bins.count.double()
+    powers = torch.stack([count, count * (lo + hi) / 2, count * (lo * lo + lo * hi + hi * hi) / 3])
+    sums = pad(powers.cumsum(2), (1, 0))
+    start, end = (torch.searchsorted((lo + hi) / 2, at.contiguous()) for at in (low, high))
+    clipped = torch.zeros_like(low)
+    for at, moments in (
+        (low, [s.gather(1, start) for s in sums]),
+        (high, [s[:, -1:] - s.gather(1, end) for s in sums]),
+    ):
+        clipped += moments[2] - 2 * at * moments[1] + at * at * moments[0]
+    return start, end, clipped
 
 
 def _refine(bins: Bins, scale: Tensor, first: Tensor, levels: int, codes: int) -> tuple[Tensor, Tensor]:
@@ -173,22 +198,19 @@ def kl_threshold(counts: Tensor, levels: Tensor) -> Tensor:
 def _divergence(h: Tensor, levels: Tensor, ends: Tensor) -> Tensor:
     """KL(P, Q) of each channel and candidate end; infinite where Q is 0 and P is not."""
     total = h.sum(1, keepdim=True)
-    cum, filled, entropy = (
-        torch.nn.functional.pad(t.cumsum(1), (1, 0)) for t in (h, (h > 0).double(), torch.xlogy(h, h))
-    )
+    cum, filled, entropy = (pad(t.cumsum(1), (1, 0)) for t in (h, (h > 0).double(), torch.xlogy(h, h)))
     kept = cum[:, ends]
     beyond = total - kept
     groups = torch.arange(int(levels.max()) + 1, device=h.device)
-    cuts = (ends[:, None] * groups // levels[:, None, None]).minimum(
-        ends[:, None]
-    )  # (channels, ends, groups + 1)
+    cuts = ends[:, None] * groups // levels[:, None, None]  # (channels, ends, groups + 1)
+    cuts = cuts.minimum(ends[:, None])
     mass, used = (t.gather(1, cuts.flatten(1)).view_as(cuts).diff(dim=2) for t in (cum, filled))
     last = h[:, ends - 1]
-    # P's last bin holds what lies beyond; it belongs to the last group that is not empty
+    # what lies beyond is in P's last bin, and so in the last group
     tail = (torch.arange(mass.shape[2], device=h.device) == (levels - 1)[:, None, None]).double()
     p = mass + tail * beyond[..., None]
     used = used + tail * ((last == 0) & (beyond > 0)).double()[..., None]
     cross = torch.where(p > 0, p * (mass / used.clamp(min=1)).log(), 0.0).sum(2)
     own = entropy[:, ends - 1] + torch.xlogy(last + beyond, last + beyond)
     result = (own - cross) / total - total.log() + kept.log()
-    return torch.where(kept > 0, result, torch.inf)
+    return torch.where((kept > 0) & (ends >= levels[:, None]), result, torch.inf)

@@ -126,6 +126,15 @@ def test_d30_nlc_takes_2d_and_1d_input(kind, scheme):
     assert one.calc_qparams()[0].shape == ((3,) if "channel" in scheme else (1,))
 
 
+@pytest.mark.parametrize("kind", HISTOGRAM)
+def test_d30_many_2d_batches(kind):
+    """(batch, channels) input is a transposed view inside; it must be counted as well as kept."""
+    data = [torch.randn(9000, 3) * torch.tensor([1.0, 4.0, 16.0]) for _ in range(2)]
+    observer = feed(make(kind, scheme="per-channel-affine", layout="NLC"), data)
+    flat = feed(make(kind, scheme="per-channel-affine"), [torch.cat(data).T.reshape(1, 3, 9000, 2)])
+    same(observer, flat, kind)
+
+
 def test_d31_ch_axis():
     assert make("minmax").ch_axis == 1
     assert make("minmax", layout="NLC").ch_axis == 2
@@ -243,11 +252,16 @@ def test_constant_and_dead_channels(kind, scheme):
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.parametrize("scale", [1e-20, 1e-4, 1e20])
+@pytest.mark.parametrize("scale", [2.0**-90, 2.0**-13, 2.0**90])  # powers of two: the same bins, elsewhere
 def test_ranges_follow_the_scale_of_the_data(kind, scale):
-    data = batches("normal")
-    for a, b in zip(range_of(feed(make(kind), [x * scale for x in data])), range_of(feed(make(kind), data))):
-        assert a.item() / scale == pytest.approx(b.item(), rel=0.02)
+    many = batches("normal")
+    few = [x[:1, :, :5, :5] for x in many]
+    for data in (many, few):  # counted, and kept
+        plain, scaled = (
+            range_of(feed(make(kind), data)),
+            range_of(feed(make(kind), [x * scale for x in data])),
+        )
+        assert torch.allclose(torch.cat(scaled).double() / scale, torch.cat(plain).double(), rtol=1e-5)
 
 
 def test_inplace_changes_after_update_do_not_matter():
@@ -354,7 +368,7 @@ def test_all_widths(kind, bit, scheme):
     data = batches("normal")
     low, high = range_of(feed(make(kind, scheme=scheme, bit=bit), data))
     true_low, true_high = rows_of(data, None).aminmax()
-    assert 1.6 * true_low <= low < 0 < high <= 1.6 * true_high
+    assert 1.6 * true_low <= low <= 0 <= high <= 1.6 * true_high and high - low > 1
 
 
 def test_streaming_observers_cache_nothing():
