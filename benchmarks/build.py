@@ -1,6 +1,6 @@
 """Build time against the number of graph nodes: it must grow linearly, and 2,000 nodes stay under 10 s.
 
-    python benchmarks/build.py
+python benchmarks/build.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def main() -> None:
     for nodes in (250, 500, 1000, 2000):
         took = seconds(nodes)
         base = base or took / nodes
-        print(f"{nodes:5d} nodes: {took:5.2f} s CPU, {took / nodes / base:.2f} x the time per node of 250 nodes")
+        print(
+            f"{nodes:5d} nodes: {took:5.2f} s CPU, {took / nodes / base:.2f} x the time per node of 250 nodes"
+        )
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def main() -> None:
         for observer in args.observers:
             calibration, forward = ratios(model, observer, data, args.repeats)
             limit = LIMITS.get(observer, 1.6)
-            line = f"{name:13s} {observer:15s} calibration {calibration:.2f} x (bar {limit})  W8A8 forward {forward:.2f} x"
+            line = f"{name:13s} {observer:15s} calibration {calibration:.2f} x (bar {limit})  forward {forward:.2f} x"
             if not args.no_memory and observer in ("minmax", "percentile"):
                 low, high = peak(name, observer, 8), peak(name, observer, 64)
                 line += (

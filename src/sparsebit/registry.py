@@ -46,7 +46,7 @@ class Registry(Mapping[Any, T], Generic[T]):
             if known is not None and not replace and not _same_definition(known, item):
                 raise RegistryError(
                     f"{self.what} {_show(key)} is already registered by {_show(known)}; "
-                    f"choose another name, or pass replace=True to take its place"
+                    f"choose another name, or take its place with .add([{_show(key)}], ..., replace=True)"
                 )
             self._items[plain_name(key)] = item
 

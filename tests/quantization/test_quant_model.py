@@ -332,7 +332,7 @@ def test_users_pass_runs_and_a_wrong_one_is_named(net):
         return 1
 
     reports = QuantModel(net, {}, passes=[count]).pass_reports
-    assert reports[-1].name == "count"
+    assert "count" in [report.name for report in reports]
     with pytest.raises(GraphError, match="'vandal' must keep the model's output"):
         QuantModel(net, {}, passes=[vandal], check=(images()[0],))
 

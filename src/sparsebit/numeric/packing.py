@@ -1,4 +1,4 @@
-"""Small integers in bytes: little-endian bit streams, the layout of ONNX int4 and int2 (first value in the low bits)."""
+"""Small integers in bytes: little-endian bit streams, the layout of ONNX int4 and int2 (first value lowest)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: _alone(value) for name, value in qmodel.state_dict().items()}
     changed = {name: [q.bit, q.absorbed, q.is_symmetric, q.use_quant] for name, q in _all_quantizers(qmodel)}
-    _write(folder / WEIGHTS, save(state, {"sparsebit": json.dumps({"quantizers": changed})}))
+    about = {"quantizers": changed, "training": qmodel.training}
+    _write(folder / WEIGHTS, save(state, {"sparsebit": json.dumps(about)}))
     _write(folder / CONFIG, qmodel.cfg.dump().encode())
 
 
-def load_checkpoint(cls: Any, folder: Path, model: nn.Module) -> Any:
+def load_checkpoint(build: Callable[[Path], Any], folder: Path) -> Any:
+    """`build(config)` makes the fresh QuantModel that the saved state goes into."""
     from safetensors import safe_open
 
     for name in (WEIGHTS, CONFIG):
@@ -34,10 +37,11 @@ def load_checkpoint(cls: Any, folder: Path, model: nn.Module) -> Any:
             raise SparsebitError(
                 f"{folder} holds no saved QuantModel: {name} is missing; write one with save()"
             )
-    qmodel = cls(model, folder / CONFIG)
+    qmodel = build(folder / CONFIG)
     with safe_open(str(folder / WEIGHTS), framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        saved = json.loads((file.metadata() or {}).get("sparsebit", "{}")).get("quantizers", {})
+        about = json.loads((file.metadata() or {}).get("sparsebit", "{}"))
+    saved = about.get("quantizers", {})
     for name, quantizer in _all_quantizers(qmodel):
         if name in saved:
             bit, absorbed, symmetric, _ = saved[name]
@@ -48,7 +52,7 @@ def load_checkpoint(cls: Any, folder: Path, model: nn.Module) -> Any:
     for name, quantizer in _all_quantizers(qmodel):
         if name in saved and saved[name][3]:
             quantizer.enable_quant()
-    return qmodel
+    return qmodel.train(about.get("training", qmodel.training))
 
 
 def _all_quantizers(qmodel: nn.Module) -> list[tuple[str, Quantizer]]:

@@ -18,7 +18,7 @@ from sparsebit.graph.ops import inputs_of, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
-from sparsebit.quantization.converters.fuse_operations import FUSE_PASSES
+from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quant_config import QuantConfig, resolve, unmatched
@@ -107,6 +107,7 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     return len(built)
 
 
+__all__ = ["FINAL_PASSES", "PIPELINE", "BuildContext"]
 PIPELINE = [*SIMPLIFIERS, to_qmodules, insert_input_quantizers, build_quantizers, *FUSE_PASSES]
 
 

@@ -47,7 +47,7 @@ class ScheduleConfig(Config):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, bool]
 
-    fuse_bn: bool = Field(False, description="fold batch norms into the convolution or linear before them")
+    fuse_bn: bool = Field(False, description="fold batch norms into the convolution before them")
     bn_tuning: bool = Field(
         False, description="re-estimate batch norms after quantization; keeps them unfused"
     )

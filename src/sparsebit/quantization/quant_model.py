@@ -16,8 +16,9 @@ from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.passes import GraphPass, run_passes
 from sparsebit.graph.trace import trace
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
+from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory
 from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.pipeline import PIPELINE, BuildContext
+from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 from sparsebit.quantization.quantizers import Quantizer
@@ -41,14 +42,16 @@ class QuantModel(nn.Module):
         model: nn.Module,
         config: Any = None,
         *,
-        passes: Sequence[GraphPass] = (),
+        passes: Sequence[GraphPass | Callable[..., int]] = (),
         check: tuple[Any, ...] | None = None,
     ):
         super().__init__()
         self.cfg = QuantConfig.load(config)
         self.model = trace(model, QTracer(self.cfg.skip_trace_modules))
         context = BuildContext(self.cfg)
-        self.pass_reports = run_passes(self.model, [*PIPELINE, *passes], context, check)
+        steps = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in passes]
+        self.pass_reports = run_passes(self.model, [*PIPELINE, *steps, *FINAL_PASSES], context, check)
+        self._code = self.model._code
         self.float_ops = context.float_ops
         self.training = model.training
         self._runner: CalibrationRunner | None = None
@@ -59,6 +62,9 @@ class QuantModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is not None:
             self._runner.record(args, kwargs)
+        if self.model._code is not self._code:  # somebody changed the graph: look again at who reads what
+            reuse_memory(self.model)
+            self._code = self.model._code
         return self.model(*args, **kwargs)
 
     # -- calibration ---------------------------------------------------------------------------------
@@ -135,9 +141,10 @@ class QuantModel(nn.Module):
         save_checkpoint(self, Path(folder))
 
     @classmethod
-    def load(cls, folder: str | Path, model: nn.Module) -> QuantModel:
-        """A saved QuantModel again; `model` is the float model it was made from."""
-        return load_checkpoint(cls, Path(folder), model)
+    def load(cls, folder: str | Path, model: nn.Module, **options: Any) -> QuantModel:
+        """A saved QuantModel again; `model` is the float model it was made from, `options` go to QuantModel."""
+        qmodel: QuantModel = load_checkpoint(lambda config: cls(model, config, **options), Path(folder))
+        return qmodel
 
     # -- tools ---------------------------------------------------------------------------------------
     def dump_mermaid(self, f: Any) -> None:

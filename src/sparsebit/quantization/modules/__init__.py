@@ -14,6 +14,7 @@ from sparsebit.quantization.modules.base import (
     MultipleInputsQuantOpr,
     Opr,
     QuantOpr,
+    define,
     quant_mode,
     register_qmodule,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "MultipleInputsQuantOpr",
     "Opr",
     "QuantOpr",
+    "define",
     "find_qmodule",
     "quant_mode",
     "register_qmodule",

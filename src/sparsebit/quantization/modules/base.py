@@ -7,6 +7,7 @@ option of the op it replaces is honoured.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
@@ -68,6 +69,10 @@ class QuantOpr(Opr):
     weight_axis: ClassVar[int] = 0  # the output-channel axis of the weight
     quantize_weight: ClassVar[bool] = True  # False: its weight is a per-channel scale, folded or cheap
     quantize_input: ClassVar[bool] = True
+    input_axis: ClassVar[int] = 1  # the channel axis of the input
+    # output_shift(weight_error, mean_input) -> what the error adds to each output channel on average;
+    # an op that defines it, and uses `current_bias`, gets bias correction
+    output_shift: Callable[[Tensor, Tensor], Tensor] | None = None
     weight: Any  # a Parameter, or None
     bias: Any
     groups: Any
@@ -112,7 +117,7 @@ class QuantOpr(Opr):
             self.weight_quantizer = build_quantizer(config.w)
             self.weight_quantizer.set_ch_axis(self.weight_axis)
             self.weight_quantizer.set_backend(backend)
-            if config.schedule.bias_correction and hasattr(self, "bias"):
+            if config.schedule.bias_correction and self.output_shift is not None:
                 channels = self.weight.shape[self.weight_axis] * (self.groups if self.weight_axis else 1)
                 self.bias_correction = self.weight.new_zeros(channels)
         if self.quantize_input:
@@ -182,13 +187,14 @@ def quant_mode(model: nn.Module, w: bool = False, a: bool = False) -> Iterator[N
             quantizer.mode = mode
 
 
-def define(name: str, kind: type[Opr], *sources: Any, doc: str = "", module: str = "") -> Any:
+def define(name: str, kind: type[Opr], *sources: Any, doc: str = "") -> Any:
     """A table row: class `name` of `kind` that replaces every one of `sources`.
 
     A source is a module class, a function, or a string: the name of a Tensor method.
     """
     ops = [getattr(torch.Tensor, s) if isinstance(s, str) else s for s in sources]
-    cls = type(name, (kind,), {"__doc__": doc or kind.__doc__, "__module__": module or __name__})
+    where = sys._getframe(1).f_globals["__name__"]  # where the row stands: pickle looks the class up there
+    cls = type(name, (kind,), {"__doc__": doc or kind.__doc__, "__module__": where})
     return register_qmodule(dict.fromkeys(ops))(cls)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
@@ -14,6 +16,10 @@ class QConv2d(QuantOpr, nn.Conv2d):
     def forward(self, x_in: Tensor) -> Tensor:
         x, weight = self.quantized_input(x_in), self.quantized_weight()
         return self._conv_forward(x, weight, self.current_bias)
+
+    def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
+        taps, groups = error.flatten(2).sum(2), self.groups
+        return torch.einsum("goi,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()
 
 
 @register_qmodule(sources=[nn.ConvTranspose2d])
@@ -28,3 +34,10 @@ class QConvTranspose2d(QuantOpr, nn.ConvTranspose2d):
         return nn.functional.conv_transpose2d(
             x, weight, self.current_bias, self.stride, padding, output_padding, self.groups, self.dilation
         )
+
+    def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
+        taps, groups = (
+            error.flatten(2).sum(2) / math.prod(self.stride),
+            self.groups,
+        )  # a stride spreads the taps
+        return torch.einsum("gio,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()

@@ -231,7 +231,7 @@ class HistogramObserver(Observer):
         rows = as_channels(x, self.spec.axis)
         if self.histogram is None:
             self.histogram = Histogram(len(rows), EXACT_WEIGHT if self.is_weight else None, x.device)
-        stride = 1 if self.is_weight else sample_stride(*rows.shape)
+        stride = sample_stride(*rows.shape)
         self.histogram.add(rows, low, high, stride)
 
     def merge(self, other: Self) -> None:
@@ -260,7 +260,9 @@ class ImageObserver(Observer):
     """
 
     def observe(self, x: Tensor) -> None:
-        low, high = image_minmax(x[None] if self.is_weight else x, self.image_axis)
+        images = x[None] if self.is_weight else x
+        low, high = image_minmax(images, self.image_axis)
+        self.values_per_image = images.numel() // low.numel()  # of one channel
         self.see(low.amin(0), high.amax(0), x)
         self.accumulate_images(low.double(), high.double())
 

@@ -1,11 +1,18 @@
-"""MeanMinMax: the mean over images of the smallest and largest value of each. Outlier images count little."""
+"""MeanMinMax: the mean over images of the smallest and largest value of each. Outlier images count little.
+
+A mean over images with few values would clip most of them, so images can be taken together until a group has
+MIN_VALUES values; a batch smaller than one group counts with its full range.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
+from sparsebit.config import Config
 from sparsebit.quantization.observers import register_observer
 from sparsebit.quantization.observers.base import ImageObserver
 
@@ -17,30 +24,54 @@ if TYPE_CHECKING:
 class MeanMinMaxObserver(ImageObserver):
     TYPE = "mean_minmax"
 
+    class Params(Config):
+        min_values: int = Field(1, ge=1, description="images with fewer values are taken together")
+
     def reset(self) -> None:
         super().reset()
-        self.images = 0
+        self.groups = 0
         self.low_sum: Tensor | None = None
         self.high_sum: Tensor | None = None
+        self.low_floor: Tensor | None = None  # range of the batches that are smaller than a group
+        self.high_floor: Tensor | None = None
 
     def accumulate_images(self, low: Tensor, high: Tensor) -> None:
+        per_group = -(-self.params.min_values // max(self.values_per_image, 1))
+        if per_group > len(low):
+            self._widen(low.amin(0), high.amax(0))
+            return
+        if per_group > 1:
+            groups = len(low) // per_group
+            low = torch.stack([part.amin(0) for part in low.tensor_split(groups)])
+            high = torch.stack([part.amax(0) for part in high.tensor_split(groups)])
         self._add(low.sum(0), high.sum(0), len(low))
 
-    def _add(self, low: Tensor, high: Tensor, images: int) -> None:
+    def _add(self, low: Tensor, high: Tensor, groups: int) -> None:
         self.low_sum = low if self.low_sum is None else low + self.low_sum.to(low.device)
         self.high_sum = high if self.high_sum is None else high + self.high_sum.to(high.device)
-        self.images += images
+        self.groups += groups
+
+    def _widen(self, low: Tensor, high: Tensor) -> None:
+        self.low_floor = low if self.low_floor is None else torch.minimum(low, self.low_floor.to(low.device))
+        self.high_floor = (
+            high if self.high_floor is None else torch.maximum(high, self.high_floor.to(high.device))
+        )
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()
-        if self.low_sum is None or self.high_sum is None:
-            return low, high
-        return (self.low_sum / self.images).float(), (self.high_sum / self.images).float()
+        if self.low_sum is not None and self.high_sum is not None:
+            low, high = (self.low_sum / self.groups).float(), (self.high_sum / self.groups).float()
+            if self.low_floor is not None and self.high_floor is not None:
+                low = torch.minimum(low, self.low_floor.float().to(low.device))
+                high = torch.maximum(high, self.high_floor.float().to(high.device))
+        return low, high
 
     def merge(self, other: Self) -> None:
         super().merge(other)
         if other.low_sum is not None and other.high_sum is not None:
-            self._add(other.low_sum, other.high_sum, other.images)
+            self._add(other.low_sum, other.high_sum, other.groups)
+        if other.low_floor is not None and other.high_floor is not None:
+            self._widen(other.low_floor, other.high_floor)
 
 
 Observer = MeanMinMaxObserver

@@ -158,6 +158,11 @@ class Quantizer(nn.Module):
         """Which axis holds the channels (the output channels of a transposed convolution are axis 1)."""
         self.qdesc.set_ch_axis(axis)
 
+    @property
+    def params(self) -> Any:
+        """The options of this plug-in, as the config gives them."""
+        return self.cfg.quantizer.params(self.TYPE)
+
     # -- views ---------------------------------------------------------------------------------------
     @property
     def spec(self) -> QuantSpec:
@@ -198,7 +203,7 @@ class Quantizer(nn.Module):
     def __repr__(self) -> str:
         """One line: what it is, and the range its codes can hold."""
         if self.absorbed:
-            return f"{self.TYPE}, absorbed"
+            return f"{self.TYPE}, {'disabled' if self.cfg.quantizer.disable else 'absorbed'}"
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
         if not self.calibrated:
             return f"{text}, not calibrated"

@@ -34,7 +34,7 @@ class PACTQuantizer(BaseQuantizer):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.alpha = nn.Parameter(torch.tensor([float(config.quantizer.params("pact").alpha_value)]))
+        self.alpha = nn.Parameter(torch.tensor([float(self.params.alpha_value)]))
 
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Clip to [-alpha or 0, alpha] (where alpha gets its gradient), then round on the grid of that range."""

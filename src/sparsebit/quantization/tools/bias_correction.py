@@ -9,15 +9,12 @@ back: clipped activations of a few images would dominate a mean of output differ
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.modules.conv import QConvTranspose2d
-from sparsebit.quantization.modules.linear import QLinear
 
 ENOUGH_ROWS = 16  # of an image: a mean needs no more
 
@@ -40,14 +37,13 @@ class InputMean:
 
     def update(self, x: Tensor) -> None:
         x = x.detach()
-        if isinstance(self.module, QLinear):
-            x = x.reshape(-1, x.shape[-1])
-        elif x.dim() == 4:
+        axis = self.module.input_axis % x.dim()
+        if axis == 1 and x.dim() == 4:
             x = x[:, :, :: max(1, x.shape[2] // ENOUGH_ROWS)]
-        dims = [d for d in range(x.dim()) if d != 1]
-        total = x.sum(dims, dtype=torch.float32).double()
+        dims = [d for d in range(x.dim()) if d != axis]
+        total = (x.sum(dims, dtype=torch.float32) if dims else x).double()
         self.total = total if self.total is None else self.total + total
-        self.count += x.numel() // max(x.shape[1], 1)
+        self.count += x.numel() // max(x.shape[axis], 1)
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -59,20 +55,6 @@ class InputMean:
         weight = module.weight
         assert isinstance(weight, Tensor)
         rounded = quantizer._forward(weight, *quantizer._qparams_preprocess(weight))
-        shift = output_shift(module, (weight - rounded).double(), self.total / self.count)
+        assert module.output_shift is not None
+        shift = module.output_shift((weight - rounded).double(), self.total / self.count)
         module.bias_correction = shift.to(weight.dtype)
-
-
-def output_shift(module: QuantOpr, error: Tensor, mean: Tensor) -> Tensor:
-    """What a weight error adds to each output channel when every input channel has its mean value."""
-    if isinstance(module, QLinear):
-        return error @ mean
-    groups = module.groups
-    means = mean.reshape(groups, -1)
-    taps = error.flatten(2).sum(2)
-    if isinstance(
-        module, QConvTranspose2d
-    ):  # (in, out / groups); a stride spreads the taps over more outputs
-        taps = taps / math.prod(module.stride)
-        return torch.einsum("gio,gi->go", taps.reshape(groups, -1, taps.shape[1]), means).flatten()
-    return torch.einsum("goi,gi->go", taps.reshape(groups, -1, taps.shape[1]), means).flatten()

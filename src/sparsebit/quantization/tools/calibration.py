@@ -1,4 +1,4 @@
-"""Calibration: observers stream during the user's own forwards; `asym` walks the graph with all batches in lock step."""
+"""Calibration: observers stream during the user's own forwards; `asym` walks the graph, all batches in lock step."""
 
 from __future__ import annotations
 
@@ -99,10 +99,8 @@ class CalibrationRunner:
             quantizer.observer.reset()
 
     def _input_quantizers(self) -> Iterable[Quantizer]:
-        for module in self.model.modules():
-            if isinstance(module, QuantOpr) and module.input_quantizer is not None:
-                if not module.input_quantizer.absorbed:
-                    yield module.input_quantizer
+        inputs = (m.input_quantizer for m in self.model.modules() if isinstance(m, QuantOpr))
+        return [q for q in inputs if q is not None and not q.absorbed]
 
 
 def _quantizers(model: nn.Module) -> Iterable[Quantizer]:
