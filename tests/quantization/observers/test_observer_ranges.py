@@ -106,11 +106,19 @@ def test_percentile(name, scheme, alpha):
 
 
 def test_percentile_of_few_values_is_exact():
-    weight = torch.randn(6, 700)
-    got = range_of(feed(make("percentile", "w", "per-channel-symmetric", alpha=0.01), [weight]))
-    want = zip(*(exact_percentile(row, 0.01) for row in weight))
-    for ends, exact in zip(got, want):
-        assert torch.equal(ends, torch.stack(exact))
+    for weight in (torch.randn(6, 700), torch.randn(1, 30_000)):
+        got = range_of(feed(make("percentile", "w", "per-channel-symmetric", alpha=0.01), [weight]))
+        want = zip(*(exact_percentile(row, 0.01) for row in weight))
+        for ends, exact in zip(got, want):
+            assert torch.equal(ends, torch.stack(exact))
+
+
+def test_weights_are_taken_whole():
+    weight = torch.randn(600, 601)
+    observer = feed(make("percentile", "w", "per-tensor-symmetric"), [weight])
+    assert observer.histogram.counts.sum() == weight.numel()
+    bins = observer.bins()
+    assert bins.count[bins.lo >= 1].sum() == (weight >= 1).sum()  # 1 is an edge of bins
 
 
 @pytest.mark.parametrize("distribution", ["gaus", "laplace"])

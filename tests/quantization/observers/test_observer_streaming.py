@@ -371,6 +371,15 @@ def test_all_widths(kind, bit, scheme):
     assert 1.6 * true_low <= low <= 0 <= high <= 1.6 * true_high and high - low > 1
 
 
+def test_cached_batches_are_copies():
+    cfg = tensor_config("minmax")
+    observer, x = OldStyle(cfg, QuantDescriptor(cfg)), torch.randn(2, 3)
+    want = x.max().item()
+    observer.update(x)
+    x.mul_(100)
+    assert range_of(observer)[1].item() == want
+
+
 def test_streaming_observers_cache_nothing():
     assert all(make(kind).data_cache is None for kind in ALL)
 

@@ -231,7 +231,7 @@ class HistogramObserver(Observer):
         rows = as_channels(x, self.spec.axis)
         if self.histogram is None:
             self.histogram = Histogram(len(rows), EXACT_WEIGHT if self.is_weight else None, x.device)
-        stride = sample_stride(*rows.shape)
+        stride = 1 if self.is_weight else sample_stride(*rows.shape)
         self.histogram.add(rows, low, high, stride)
 
     def merge(self, other: Self) -> None:

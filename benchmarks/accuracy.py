@@ -1,0 +1,91 @@
+"""Accuracy of W8A8 on real weights, every observer, as tables (needs SPARSEBIT_ASSETS).
+
+    python benchmarks/accuracy.py cifar        ResNet-20/32/44 on all of CIFAR-10 test, 256 training images
+    python benchmarks/accuracy.py mobilenet    MobileNetV2 on 750 ImageNet images, calibrated on 250 others
+
+Top-1 of 750 images is noisy (half a point means nothing); the SQNR of the logits against float is the sharp figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import assets
+import torch
+from torch import Tensor, nn
+
+import sparsebit
+from sparsebit.quantization.observers import OBSERVERS_MAP
+
+CLASSIC = {  # what the original's YAML files say: no bias correction, weights by min/max
+    "SCHEDULE": {"FUSE_BN": True},
+    "W": {"QSCHEME": "per-channel-symmetric"},
+    "A": {"QSCHEME": "per-tensor-affine"},
+}
+
+
+def with_observer(name: str, *overrides: object) -> sparsebit.QuantConfig:
+    return sparsebit.QuantConfig.load(CLASSIC).override("A.OBSERVER.TYPE", name, *overrides)
+
+
+def measure(net: nn.Module, config: object, calibration: list[Tensor], x: Tensor, y: Tensor, reference: Tensor):
+    """(top-1, SQNR of the logits in dB) of the quantized network."""
+    out = assets.logits(sparsebit.quantize(net, calibration, config, progress=False), x)
+    return assets.top1(out, y), assets.sqnr(reference, out)
+
+
+def cifar(depth: int, observers: list[str]) -> Iterator[tuple[str, float, float]]:
+    """Rows (observer, top-1, dB); the first row is float."""
+    net = assets.cifar_resnet(depth)
+    x, y = assets.cifar10("test")
+    calibration = list(assets.cifar10("train20k", 256)[0].split(32))
+    reference = assets.logits(net, x)
+    yield "float", assets.top1(reference, y), float("inf")
+    for observer in observers:
+        yield observer, *measure(net, with_observer(observer), calibration, x, y, reference)
+
+
+def mobilenet(configs: dict[str, object]) -> Iterator[tuple[str, float, float]]:
+    net = assets.mobilenet_v2()
+    images, x, y = assets.split_imagenet()
+    calibration = list(images.split(25))
+    reference = assets.logits(net, x, 25)
+    yield "float", assets.top1(reference, y), float("inf")
+    for name, config in configs.items():
+        yield name, *measure(net, config, calibration, x, y, reference)
+
+
+def mobilenet_configs() -> dict[str, object]:
+    """The default, then every observer with affine and with symmetric activations."""
+    configs: dict[str, object] = {
+        "w8a8 (no config)": None,
+        "w8a8, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override("A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1),
+        "w8a8-tensorrt": "w8a8-tensorrt",
+    }
+    for scheme in ("affine", "symmetric"):
+        for observer in sorted(OBSERVERS_MAP):
+            configs[f"{observer}, {scheme}"] = with_observer(observer, "A.QSCHEME", f"per-tensor-{scheme}")
+    return configs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cifar", "mobilenet"])
+    parser.add_argument("--depths", type=int, nargs="+", default=[20, 32, 44])
+    args = parser.parse_args()
+    if assets.MISSING:
+        sys.exit(assets.MISSING)
+    print(f"torch {torch.__version__}; top-1 %, SQNR of the logits in dB")
+    if args.what == "mobilenet":
+        for name, top1, db in mobilenet(mobilenet_configs()):
+            print(f"MobileNetV2  {name:28s} {top1:6.2f} {db:6.2f}", flush=True)
+        return
+    for depth in args.depths:
+        for name, top1, db in cifar(depth, sorted(OBSERVERS_MAP)):
+            print(f"ResNet-{depth}  {name:16s} {top1:6.2f} {db:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
