@@ -30,7 +30,9 @@ def with_observer(name: str, *overrides: object) -> sparsebit.QuantConfig:
     return sparsebit.QuantConfig.load(CLASSIC).override("A.OBSERVER.TYPE", name, *overrides)
 
 
-def measure(net: nn.Module, config: object, calibration: list[Tensor], x: Tensor, y: Tensor, reference: Tensor):
+def measure(
+    net: nn.Module, config: object, calibration: list[Tensor], x: Tensor, y: Tensor, reference: Tensor
+):
     """(top-1, SQNR of the logits in dB) of the quantized network."""
     out = assets.logits(sparsebit.quantize(net, calibration, config, progress=False), x)
     return assets.top1(out, y), assets.sqnr(reference, out)
@@ -61,7 +63,9 @@ def mobilenet_configs() -> dict[str, object]:
     """The default, then every observer with affine and with symmetric activations."""
     configs: dict[str, object] = {
         "w8a8 (no config)": None,
-        "w8a8, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override("A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1),
+        "w8a8, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override(
+            "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1
+        ),
         "w8a8-tensorrt": "w8a8-tensorrt",
     }
     for scheme in ("affine", "symmetric"):
@@ -71,7 +75,9 @@ def mobilenet_configs() -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["cifar", "mobilenet"])
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 32, 44])
     args = parser.parse_args()

@@ -33,7 +33,12 @@ def test_defaults() -> None:
         "DEVICE": "cuda" if torch.cuda.is_available() else "cpu",
         "BACKEND": "virtual",
         "SKIP_TRACE_MODULES": [],
-        "SCHEDULE": {"FUSE_BN": False, "BN_TUNING": False, "DISABLE_UNNECESSARY_QUANT": True},
+        "SCHEDULE": {
+            "FUSE_BN": False,
+            "BN_TUNING": False,
+            "DISABLE_UNNECESSARY_QUANT": True,
+            "BIAS_CORRECTION": False,
+        },
         "W": {
             "QSCHEME": "per-channel-symmetric",
             "QUANTIZER": {"TYPE": "uniform", "BIT": 8, "DISABLE": False},
