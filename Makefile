@@ -13,8 +13,8 @@ WORKERS ?= 2
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(READY)
 
 demo: $(READY)

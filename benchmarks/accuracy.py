@@ -12,10 +12,10 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-import assets
 import torch
 from torch import Tensor, nn
 
+import assets
 import sparsebit
 from sparsebit.quantization.observers import OBSERVERS_MAP
 

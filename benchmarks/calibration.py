@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from assets import mobilenet_v2
 from torch import Tensor, nn
 
 import sparsebit
+from assets import mobilenet_v2
 
 LIMITS = {"minmax": 1.25, "moving_average": 1.25}
 OBSERVERS = ["minmax", "moving_average", "mean_minmax", "percentile", "mse", "kl_histogram", "aciq"]

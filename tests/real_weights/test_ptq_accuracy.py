@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import accuracy
-import assets
 import pytest
 
+import accuracy
+import assets
 from sparsebit.quantization.observers import OBSERVERS_MAP
 
 pytestmark = [
