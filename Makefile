@@ -30,7 +30,7 @@ format: $(READY)
 	@$(PY) -m ruff check --fix .
 
 test: check
-	@$(PY) -m pytest -n $(WORKERS)
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 bench: $(READY)
 	@$(PY) benchmarks/calibration.py
