@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_PAGE = ROOT / "docs" / "config.md"
+SCHEMA = ROOT / "docs" / "qconfig.schema.json"
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
@@ -273,5 +275,18 @@ def preset_rows() -> list[str]:
     ]
 
 
+def schema_text() -> str:
+    from sparsebit.quantization.quant_config import json_schema
+
+    return json.dumps(json_schema(), indent=1, sort_keys=True) + "\n"
+
+
+def test_published_schema_is_up_to_date(own_registries: None) -> None:
+    assert SCHEMA.read_text(encoding="utf-8") == schema_text(), (
+        "run: PYTHONPATH=src python tests/test_docs.py"
+    )
+
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
     CONFIG_PAGE.write_text(with_tables(CONFIG_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

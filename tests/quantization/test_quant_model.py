@@ -426,6 +426,36 @@ def test_bias_correction_takes_back_the_mean_error_of_weights():
             assert torch.equal(fixed(x), net(x))  # the float model is untouched
 
 
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_asym_gives_the_same_scales_wherever_values_wait(net, offload):
+    def scales(where):
+        qmodel = QuantModel(net, "w4a4")
+        qmodel.prepare_calibration()
+        with torch.no_grad():
+            for x in images():
+                qmodel(x)
+        qmodel.calc_qparams(asym=True, offload=where)
+        return [q.scale for _, q in qmodel.named_quantizers()]
+
+    assert all(torch.equal(a, b) for a, b in zip(scales("device"), scales(offload)))
+
+
+def test_asym_observes_every_call_of_a_shared_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(10 * self.fc(x))
+
+    x = torch.randn(8, 4)
+    ranges = [
+        QuantModel(Twice(), {}).calibrate([x], asym=asym).model.fc.input_quantizer.scale for asym in (0, 1)
+    ]
+    torch.testing.assert_close(*ranges, rtol=0.3, atol=0)  # both saw the large input of the second call
+
+
 def test_asym_with_bias_correction_runs(net):
     qmodel = sparsebit.quantize(net, images(), "w4a4", asym=True)
     assert sqnr(net(images()[0]), qmodel(images()[0])) > 3

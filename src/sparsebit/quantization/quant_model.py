@@ -79,18 +79,21 @@ class QuantModel(nn.Module):
         self._runner = CalibrationRunner(self.model, keep_inputs=asym)
         self._runner.prepare_calibration()
 
-    def calc_qparams(self, asym: bool = False, w_quant: bool = False, a_quant: bool = False) -> None:
+    def calc_qparams(
+        self, asym: bool = False, w_quant: bool = False, a_quant: bool = False, *, offload: str = "device"
+    ) -> None:
         """Scales and zero points from what was observed.
 
         `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
-        what of them is quantized (both, if neither is named).
+        what of them is quantized (both, if neither is named). All batches walk the graph together then;
+        `offload` says where their values wait: "device", "cpu" or "disk".
         """
         if self._runner is None:
             raise CalibrationError(
                 "calc_qparams() needs a calibration that is under way: call prepare_calibration(), run some "
                 "batches, then calc_qparams() once"
             )
-        self._runner.layerwise_calibration(self.device, asym, w_quant, a_quant)
+        self._runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
         self._stop_calibration()
 
     def _stop_calibration(self) -> None:

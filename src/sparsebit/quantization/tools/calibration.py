@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -64,7 +64,12 @@ class CalibrationRunner:
         self.store = None
 
     def layerwise_calibration(
-        self, device: Any = None, asym: bool = False, w_quant: bool = False, a_quant: bool = False
+        self,
+        device: Any = None,
+        asym: bool = False,
+        w_quant: bool = False,
+        a_quant: bool = False,
+        offload: str = "device",
     ) -> None:
         """Turn what was observed into scales. With `asym`, observe again behind the quantized predecessors."""
         quantizers = list(self._input_quantizers())
@@ -82,12 +87,8 @@ class CalibrationRunner:
                 )
             for mean in self.means.values():
                 mean.reset()
-            calibrate_asym(
-                self.model,
-                [self.store.get(b) for b in self.batches],
-                w_quant or not a_quant,
-                a_quant or not w_quant,
-            )
+            batches = _Recorded(self.batches, self.store)
+            calibrate_asym(self.model, batches, w_quant or not a_quant, a_quant or not w_quant, offload)
         else:
             for module in self.model.modules():
                 if isinstance(module, QuantOpr):
@@ -101,6 +102,19 @@ class CalibrationRunner:
     def _input_quantizers(self) -> Iterable[Quantizer]:
         inputs = (m.input_quantizer for m in self.model.modules() if isinstance(m, QuantOpr))
         return [q for q in inputs if q is not None and not q.absorbed]
+
+
+class _Recorded(Sequence[Any]):
+    """Batches that wait on disk; each is read when it is needed."""
+
+    def __init__(self, kept: list[Any], store: Store):
+        self.kept, self.store = kept, store
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.store.get(self.kept[i])
+
+    def __len__(self) -> int:
+        return len(self.kept)
 
 
 def _quantizers(model: nn.Module) -> Iterable[Quantizer]:
@@ -133,33 +147,35 @@ def calibrate_weight(module: QuantOpr) -> None:
 @torch.no_grad()
 def calibrate_asym(
     model: fx.GraphModule,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     w_quant: bool = True,
     a_quant: bool = True,
     offload: str = "device",
-    on_node: Callable[[fx.Node], None] = lambda node: None,
 ) -> None:
     """Walk the graph once: each layer is calibrated on the outputs of its quantized predecessors, then quantized."""
-    lane = Lane(model, batches, Store(offload))
+    store = Store(offload)
+    lane = Lane(model, batches, store)
     done: set[nn.Module] = set()
     for node in model.graph.nodes:
         module = module_of(node, model) if node.op == "call_module" else None
-        if isinstance(module, QuantOpr) and module not in done:
-            done.add(module)
-            _observe_inputs(lane, node, module)
+        if isinstance(module, QuantOpr):
+            _observe_inputs(lane, node, module, again=module in done)
             calibrate_input(module)
-            calibrate_weight(module)
+            if module not in done:
+                calibrate_weight(module)
+            done.add(module)
         with quant_mode(module, w=w_quant, a=a_quant) if isinstance(module, QuantOpr) else nullcontext():
             lane.step(node)
-        on_node(node)
+    store.close()
 
 
-def _observe_inputs(lane: Lane, node: fx.Node, module: QuantOpr) -> None:
-    """Show the input quantizer every batch, as the layer will see it."""
+def _observe_inputs(lane: Lane, node: fx.Node, module: QuantOpr, again: bool) -> None:
+    """Show the input quantizer every batch, as the layer will see it; a further call adds to the first."""
     quantizer = module.input_quantizer
     if quantizer is None or quantizer.absorbed:
         return
-    quantizer.observer.reset()
+    if not again:
+        quantizer.observer.reset()
     quantizer.mode = Mode.OBSERVE
     try:
         for args, kwargs in lane.inputs(node):
