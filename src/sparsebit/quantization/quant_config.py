@@ -52,6 +52,9 @@ class ScheduleConfig(Config):
         False, description="re-estimate batch norms after quantization; keeps them unfused"
     )
     disable_unnecessary_quant: bool = Field(True, description="no quantizer between ops that a backend fuses")
+    equalize: bool = Field(
+        False, description="balance channels in front of depthwise convolutions, by their weights"
+    )
     bias_correction: bool = Field(
         False, description="shift biases by the mean error that rounded weights cause"
     )

@@ -87,6 +87,7 @@ class QuantOpr(Opr):
         self.input_quantizer = self.weight_quantizer = None
         self.register_buffer("bias_correction", None)
         self.reuse: Reuse | None = None  # may this op write into its input?
+        self.equalization: Any = None  # what to fold after calibration
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*self.quantize_first(args, kwargs), **kwargs)

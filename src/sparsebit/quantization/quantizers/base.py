@@ -220,4 +220,6 @@ class Quantizer(nn.Module):
             saved = state_dict[prefix + name] = saved.reshape(-1)
             if saved.shape != mine.shape:
                 mine.data = torch.empty_like(saved, device=mine.device)
+            if len(saved) == 1:
+                self.qdesc.is_perchannel = False  # folded (equalize), or a single channel: the same thing
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -36,6 +36,8 @@ class CalibrationRunner:
 
     def prepare_calibration(self) -> None:
         """Let every active input quantizer observe."""
+        for equalization in self._equalizations():
+            equalization.unfold()
         for quantizer in self._input_quantizers():
             quantizer.observer.reset()
             quantizer.mode = Mode.OBSERVE
@@ -96,8 +98,13 @@ class CalibrationRunner:
                     calibrate_weight(module)
         for mean in self.means.values():
             mean.apply()
+        for equalization in self._equalizations():
+            equalization.fold()
         for quantizer in _quantizers(self.model):
             quantizer.observer.reset()
+
+    def _equalizations(self) -> list[Any]:
+        return [m.equalization for m in self.model.modules() if isinstance(m, QuantOpr) and m.equalization]
 
     def _input_quantizers(self) -> Iterable[Quantizer]:
         inputs = (m.input_quantizer for m in self.model.modules() if isinstance(m, QuantOpr))
