@@ -127,7 +127,7 @@ class Lane:
 
     def _run(self, node: fx.Node, i: int) -> Any:
         if node.op == "placeholder":
-            return self._bound(i)[str(node.target)]
+            return self._bound(i)[str(node.target).lstrip("*")]
         args, kwargs = self._arguments(node, self.values[i])
         if node.op == "output":
             return args[0]

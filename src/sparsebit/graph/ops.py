@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections import Counter
 from collections.abc import Collection
@@ -12,22 +13,10 @@ from torch import fx, nn
 
 from sparsebit.errors import GraphError
 
-# `y = x; y += 1; return x` leaves an unused node that still changes x
-_INPLACE_NAMES = (
-    "add",
-    "and",
-    "floordiv",
-    "lshift",
-    "matmul",
-    "mod",
-    "mul",
-    "or",
-    "pow",
-    "rshift",
-    "sub",
-    "truediv",
-)
-_INPLACE_OPERATORS = {getattr(operator, f"i{name}") for name in _INPLACE_NAMES} | {operator.setitem}
+INPLACE_OPERATORS = {  # `y = x; y += 1; return x` changes x
+    getattr(operator, f"i{name}"): getattr(operator, name)
+    for name in ("add", "floordiv", "lshift", "matmul", "mod", "mul", "pow", "rshift", "sub", "truediv", "xor")
+}
 
 
 def module_of(node: fx.Node, gm: fx.GraphModule) -> nn.Module:
@@ -72,13 +61,32 @@ def module_calls(gm: fx.GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
 
 
-def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Does the node matter even if nobody uses its value? Inputs, outputs, and whatever writes in place."""
-    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or node.is_impure():
-        return True
+def writes_input(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does the call write into its first argument? `relu_`, `inplace=True` in any form, `+=`, `x[i] = y`."""
     if node.op == "call_module":
         return getattr(module_of(node, gm), "inplace", False) is True
-    if node.op == "call_function" and node.target in _INPLACE_OPERATORS:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if node.target in INPLACE_OPERATORS or node.target in (operator.setitem, operator.delitem):
+        return True
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or _inplace_argument(node):
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op != "get_attr" and name.endswith("_") and not name.endswith("__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _inplace_argument(node: fx.Node) -> bool:
+    """`F.relu(x, True)`: the flag by its position."""
+    if node.op != "call_function" or not any(a is True for a in node.args):
+        return False
+    try:
+        names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    at = names.index("inplace") if "inplace" in names else len(node.args)
+    return at < len(node.args) and node.args[at] is True
+
+
+def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does the node matter even when nobody uses its value? Inputs and outputs do, and whatever writes in place."""
+    return node.is_impure() or writes_input(node, gm)

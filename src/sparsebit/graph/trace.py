@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import copy
+import logging
+import operator
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from sparsebit.errors import TraceError
+
+log = logging.getLogger("sparsebit")
+
+
+class InplaceProxy(fx.Proxy):
+    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
+
+
+for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
+
+    def _write(self: fx.Proxy, other: Any, _op: Any = getattr(operator, f"i{_name}")) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", _op, (self, other), {})
+
+    setattr(InplaceProxy, f"__i{_name}__", _write)
 
 
 class LeafTracer(fx.Tracer):
@@ -26,6 +43,9 @@ class LeafTracer(fx.Tracer):
         self.skipped_module_names = list(skipped_module_names)
         self.is_known = is_known
         self.stack: list[str] = []  # paths of the modules being traced, for error messages
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return InplaceProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if self._probe(module_qualified_name, self.skipped_module_names):
@@ -56,6 +76,9 @@ def trace(model: nn.Module, tracer: LeafTracer) -> fx.GraphModule:
     get their train/eval flags back afterwards.
     """
     model = _own_copy(model)
+    if tracer.is_leaf_module(model, "") and not isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        model = nn.Sequential(model).train(model.training)  # a single layer is a network too
+    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
     flags = {m: m.training for m in model.modules()}
     model.eval()
     try:
@@ -65,10 +88,35 @@ def trace(model: nn.Module, tracer: LeafTracer) -> fx.GraphModule:
     finally:
         for module, flag in flags.items():
             module.training = flag
+    _restore_buffers(model, buffers)
     gm = fx.GraphModule(model, graph, type(model).__name__)
     for node in gm.graph.nodes:
         node.meta["path"] = _path_of(node)
     return gm
+
+
+def _restore_buffers(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> None:
+    """A buffer that forward updates was changed by tracing; the graph has only the value it read."""
+    for name, (buffer, version, value) in before.items():
+        path, _, last = name.rpartition(".")
+        owner = model.get_submodule(path)
+        now = owner._buffers.get(last, getattr(owner, last, None))
+        if now is buffer and buffer._version == version:
+            continue
+        if isinstance(now, fx.Proxy):
+            raise TraceError(
+                f"{name}: forward stores a computed value in this buffer, which a traced graph cannot do\n"
+                f"  fix: put {path or 'the part that does it'!r} into SKIP_TRACE_MODULES"
+            )
+        log.warning(
+            "%s is updated in forward: the traced model keeps the value it has now. Put %r into SKIP_TRACE_MODULES "
+            "to keep the update",
+            name,
+            path or type(model).__name__,
+        )
+        with torch.no_grad():
+            buffer.copy_(value)
+        owner._buffers[last] = buffer
 
 
 def _own_copy(model: nn.Module) -> nn.Module:

@@ -19,10 +19,10 @@ def qparams_from_minmax(min_val: Tensor, max_val: Tensor, spec: QuantSpec) -> QP
     lo = min_val.detach().float().reshape(-1).clamp(max=0.0)
     hi = max_val.detach().float().reshape(-1).clamp(min=0.0)
     if spec.symmetric:
-        scale = torch.maximum(-lo, hi) * 2 / max(spec.levels, 1)
+        scale = torch.maximum(-lo, hi) / (max(spec.levels, 1) / 2)
         scale = torch.where(scale < SMALLEST_SCALE, torch.ones_like(scale), scale)
         return QParams(scale, torch.zeros_like(scale))
-    scale = (hi - lo) / spec.levels
+    scale = hi / spec.levels - lo / spec.levels  # hi - lo may overflow
     scale = torch.where(scale < SMALLEST_SCALE, torch.ones_like(scale), scale)
     zero_point = (spec.qmin - (lo / scale).round()).clamp(spec.qmin, spec.qmax)
     return QParams(scale, zero_point)

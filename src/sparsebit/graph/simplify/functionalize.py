@@ -6,20 +6,16 @@ instead. Where the input may be a view of, or the same memory as, something else
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparsebit.graph.ops import is_op, module_of, op_of
+from sparsebit.graph.ops import INPLACE_OPERATORS, module_of, op_of, writes_input
 from sparsebit.graph.passes import graph_pass
+from sparsebit.graph.trace import forward_owner
 
-OPERATORS = {
-    getattr(operator, f"i{name}"): getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod")
-}
 FRESH = frozenset(  # ops whose result is memory of its own
     {
         *(getattr(nn, f"{kind}{d}d") for d in (1, 2, 3) for kind in ("Conv", "ConvTranspose", "BatchNorm")),
@@ -38,8 +34,8 @@ FRESH = frozenset(  # ops whose result is memory of its own
         ),
         *(F.conv1d, F.conv2d, F.conv3d, F.linear, F.interpolate, F.max_pool2d, F.avg_pool2d),
         *(torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.cat, torch.stack),
-        *OPERATORS.values(),
-        *OPERATORS,
+        *INPLACE_OPERATORS.values(),
+        *INPLACE_OPERATORS,
         "placeholder",  # a copy of the caller's tensor is what the caller would want
     }
 )
@@ -48,10 +44,10 @@ FRESH = frozenset(  # ops whose result is memory of its own
 @graph_pass("functionalize", keeps_output=True)
 def functionalize(gm: fx.GraphModule, ctx: Any = None) -> int:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    writers = [node for node in gm.graph.nodes if _writes(node, gm)]
+    writers = [node for node in gm.graph.nodes if writes_input(node, gm)]
     keep: set[nn.Module] = set()  # modules with a call that must stay in place: for all their calls
     while True:
-        done = _convertible(gm, writers, keep)
+        done = _convertible(gm, writers, keep, order)
         more = {module_of(n, gm) for n in writers if n.op == "call_module" and n not in done} - keep
         if not more:
             break
@@ -62,42 +58,49 @@ def functionalize(gm: fx.GraphModule, ctx: Any = None) -> int:
     return len(done)
 
 
-def _convertible(gm: fx.GraphModule, writers: list[fx.Node], keep: set[nn.Module]) -> set[fx.Node]:
-    """The writers whose input is memory of its own."""
+def _convertible(
+    gm: fx.GraphModule, writers: list[fx.Node], keep: set[nn.Module], order: dict[fx.Node, int]
+) -> set[fx.Node]:
+    """The writers whose input is memory of its own that nobody has an alias of."""
     done: set[fx.Node] = set()
     for node in writers:
         source = node.args[0] if node.args else None
-        if (node.op == "call_module" and module_of(node, gm) in keep) or not isinstance(source, fx.Node):
+        if not isinstance(source, fx.Node) or (node.op == "call_module" and module_of(node, gm) in keep):
             continue
-        if source in done or (is_op(op_of(source, gm), FRESH) and not _writes(source, gm)):
+        earlier = [user for user in source.users if order[user] < order[node]]
+        if _plain_form(node) and all(_is_fresh(n, gm, done) for n in (source, *earlier)):
             done.add(node)
     return done
 
 
-def _writes(node: fx.Node, gm: fx.GraphModule) -> bool:
+def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
+    """Is the node's value memory of its own? A subclass with a forward of its own may return anything."""
+    if node in done:
+        return True
+    op = forward_owner(type(module_of(node, gm))) if node.op == "call_module" else op_of(node, gm)
+    return op in FRESH and not writes_input(node, gm)
+
+
+def _plain_form(node: fx.Node) -> Any:
+    """How the op is called when it makes a new tensor; None if there is no such form."""
     if node.op == "call_module":
-        return getattr(module_of(node, gm), "inplace", False) is True
-    if node.op == "call_function":
-        return node.target in OPERATORS or node.kwargs.get("inplace") is True
-    return node.op == "call_method" and _plain_method(node) is not None
-
-
-def _plain_method(node: fx.Node) -> str | None:
-    """`relu` for `relu_`."""
-    name = str(node.target)
-    plain = name.removesuffix("_")
-    return plain if plain != name and not name.endswith("__") and hasattr(torch.Tensor, plain) else None
+        return "inplace"
+    if node.op == "call_method":
+        plain = str(node.target).removesuffix("_")
+        return plain if hasattr(torch.Tensor, plain) else None
+    if node.target in INPLACE_OPERATORS:
+        return INPLACE_OPERATORS[node.target]
+    return "inplace" if node.kwargs.get("inplace") is True else None
 
 
 def _make_functional(node: fx.Node, gm: fx.GraphModule, order: dict[fx.Node, int]) -> None:
+    plain = _plain_form(node)
     if node.op == "call_module":
         module_of(node, gm).inplace = False  # type: ignore[assignment]
-    elif node.target in OPERATORS:
-        node.target = OPERATORS[node.target]
-    elif node.op == "call_method":
-        node.target = _plain_method(node) or node.target
-    else:
+    elif plain == "inplace":
         node.kwargs = {**node.kwargs, "inplace": False}
+    else:
+        node.target = plain
     source = node.args[0]
     assert isinstance(source, fx.Node)
     for user in list(source.users):

@@ -17,7 +17,7 @@ from sparsebit.quantization.modules.base import QuantOpr
 from sparsebit.quantization.modules.conv import QConv2d, QConvTranspose2d
 from sparsebit.quantization.modules.normalization import QBatchNorm2d
 
-CONV_BN = Pat((QBatchNorm2d, nn.BatchNorm2d), Pat((QConv2d, QConvTranspose2d), name="conv"), name="bn")
+CONV_BN = Pat(QBatchNorm2d, Pat((QConv2d, QConvTranspose2d), name="conv"), name="bn")
 
 
 @graph_pass(
@@ -47,11 +47,12 @@ def fold_into(conv: QuantOpr, bn: nn.BatchNorm2d) -> None:
     shape = [1] * weight.dim()
     if conv.weight_axis == 0:
         shape[0] = -1
-        weight.copy_(weight * gamma.to(weight.dtype).reshape(shape))
+        folded = weight * gamma.to(weight.dtype).reshape(shape)
     else:  # (in, out / groups, ...): group g of the inputs makes group g of the outputs
         parts = weight.unflatten(0, (conv.groups, -1))
         factor = gamma.to(weight.dtype).reshape(conv.groups, 1, -1, *shape[2:])
-        weight.copy_((parts * factor).flatten(0, 1))
+        folded = (parts * factor).flatten(0, 1)
+    conv.weight = nn.Parameter(folded, requires_grad=weight.requires_grad)  # a new one: others may share the old
     bias = shift if conv.bias is None else conv.bias * gamma + shift
     conv.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
