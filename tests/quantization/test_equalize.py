@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from models import randomise, sqnr
 from torch import nn
 
 import sparsebit
+from models import randomise, sqnr
 from sparsebit.quantization import QuantModel
 
 
@@ -106,7 +106,11 @@ def test_chains_that_cannot_be_folded_are_left_alone():
     class Shared(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.act, self.dw = nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+            self.conv, self.act, self.dw = (
+                nn.Conv2d(3, 4, 1),
+                nn.ReLU(),
+                nn.Conv2d(4, 4, 3, padding=1, groups=4),
+            )
 
         def forward(self, x):
             y = self.act(self.conv(x))

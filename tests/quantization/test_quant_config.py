@@ -37,6 +37,7 @@ def test_defaults() -> None:
             "FUSE_BN": False,
             "BN_TUNING": False,
             "DISABLE_UNNECESSARY_QUANT": True,
+            "EQUALIZE": False,
             "BIAS_CORRECTION": False,
         },
         "W": {

@@ -123,6 +123,10 @@ class Config(BaseModel):
     def _options(self) -> dict[str, Any]:
         return {**self.__dict__, **(self.__pydantic_extra__ or {})}
 
+    def __getitem__(self, name: str) -> Any:
+        """`cfg["W"]`, as yacs had it."""
+        return getattr(self, name)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)  # type: ignore[misc]

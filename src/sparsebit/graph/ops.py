@@ -15,7 +15,19 @@ from sparsebit.errors import GraphError
 
 INPLACE_OPERATORS = {  # `y = x; y += 1; return x` changes x
     getattr(operator, f"i{name}"): getattr(operator, name)
-    for name in ("add", "floordiv", "lshift", "matmul", "mod", "mul", "pow", "rshift", "sub", "truediv", "xor")
+    for name in (
+        "add",
+        "floordiv",
+        "lshift",
+        "matmul",
+        "mod",
+        "mul",
+        "pow",
+        "rshift",
+        "sub",
+        "truediv",
+        "xor",
+    )
 }
 
 

@@ -21,12 +21,12 @@ class InplaceProxy(fx.Proxy):
     """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
 
 
+def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
+
+
 for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
-
-    def _write(self: fx.Proxy, other: Any, _op: Any = getattr(operator, f"i{_name}")) -> fx.Proxy:
-        return self.tracer.create_proxy("call_function", _op, (self, other), {})
-
-    setattr(InplaceProxy, f"__i{_name}__", _write)
+    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))
 
 
 class LeafTracer(fx.Tracer):

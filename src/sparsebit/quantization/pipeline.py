@@ -14,13 +14,12 @@ from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_of
+from sparsebit.graph.ops import module_of, writes_input
 from sparsebit.graph.passes import graph_pass
-from sparsebit.graph.rewrite import insert_module_before, replace_modules
+from sparsebit.graph.rewrite import fresh_name, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr, find_qmodule
-from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quant_config import QuantConfig, resolve, unmatched
 
 log = logging.getLogger("sparsebit")
@@ -44,7 +43,8 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
         if not node.op.startswith("call"):
             continue
         skipped = node.op == "call_module" and _is_skipped(str(node.target), ctx)
-        cls = None if skipped else find_qmodule(node, gm)
+        # what still writes into its input must go on doing so: a quantizer in front would hand it a copy
+        cls = None if skipped or writes_input(node, gm) else find_qmodule(node, gm)
         if cls is None:
             ctx.float_ops[node.name] = _describe(node, gm)
             continue
@@ -55,8 +55,8 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
                 repeats.append((node, first))
                 continue
         qmodule = cls(source, ctx.config) if source is node or _takes_config(cls) else cls(source)
-        qmodule.training = gm.training
-        new[node] = (node.name, qmodule)
+        qmodule.training = source.training if isinstance(source, nn.Module) else gm.training
+        new[node] = (_free_name(node.name, gm), qmodule)
     replace_modules(gm, new)
     for node, first in repeats:
         node.target = first.target
@@ -71,14 +71,7 @@ def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
         module = module_of(node, gm) if node.op == "call_module" else None
         if not isinstance(module, MultipleInputsQuantOpr) or not module.wants_input_quant(ctx.config):
             continue
-        inputs = inputs_of(node)
-        if len(inputs) < 2:
-            continue  # x + 1: nothing to bring to a common grid
-        for i, arg in enumerate(dict.fromkeys(inputs)):
-            call = insert_module_before(gm, node, arg, f"{node.name}_identity{i}", QIdentity())
-            call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
-            inserted += 1
-        module.input_quantizer_generated = True
+        inserted += module.prepare_input_quantizer(node, gm)
     return inserted
 
 
@@ -113,6 +106,12 @@ PIPELINE = [*SIMPLIFIERS, to_qmodules, insert_input_quantizers, build_quantizers
 
 def _is_skipped(path: str, ctx: BuildContext) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in ctx.config.skip_trace_modules)
+
+
+def _free_name(name: str, gm: fx.GraphModule) -> str:
+    """A QModule is stored under its node's name, unless a parameter or something of torch's has that name."""
+    taken = getattr(gm, name, None)
+    return name if taken is None or isinstance(taken, nn.Module) else fresh_name(gm, f"{name}_op")
 
 
 def _describe(node: fx.Node, gm: fx.GraphModule) -> str:

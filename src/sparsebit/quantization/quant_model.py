@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.errors import CalibrationError, NotReadyError
+from sparsebit.errors import CalibrationError, NotReadyError, TraceError
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.passes import GraphPass, run_passes
 from sparsebit.graph.trace import trace
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
-from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory
+from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
 from sparsebit.quantization.quant_config import QuantConfig
@@ -46,15 +46,27 @@ class QuantModel(nn.Module):
         check: tuple[Any, ...] | None = None,
     ):
         super().__init__()
+        if isinstance(model, QuantModel) or not isinstance(model, nn.Module):
+            what = (
+                "a QuantModel already"
+                if isinstance(model, QuantModel)
+                else f"{model!r}, which is no nn.Module"
+            )
+            raise TraceError(
+                f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}"
+            )
         self.cfg = QuantConfig.load(config)
         self.model = trace(model, QTracer(self.cfg.skip_trace_modules))
         context = BuildContext(self.cfg)
         steps = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in passes]
         self.pass_reports = run_passes(self.model, [*PIPELINE, *steps, *FINAL_PASSES], context, check)
-        self._code = self.model._code
+        self._watch_graph()
         self.float_ops = context.float_ops
         self.training = model.training
         self._runner: CalibrationRunner | None = None
+        self.enable_qat = False
+        if not any(True for _ in self.named_quantizers()):
+            log.warning("no op of %s has a quantizer: nothing will be quantized", type(model).__name__)
         if self.float_ops:
             kinds = sorted(set(self.float_ops.values()))
             log.info("%d ops stay float, no QModule for: %s", len(self.float_ops), ", ".join(kinds))
@@ -62,10 +74,22 @@ class QuantModel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._runner is not None:
             self._runner.record(args, kwargs)
-        if self.model._code is not self._code:  # somebody changed the graph: look again at who reads what
-            reuse_memory(self.model)
-            self._code = self.model._code
-        return self.model(*args, **kwargs)
+        if self.model._code is not self._code or any(
+            self.model._modules.get(n) is not m for n, m in self._makers
+        ):
+            reuse_memory(
+                self.model
+            )  # somebody changed the graph or its modules: look again at who reads what
+            self._watch_graph()
+        running = self.model.meta["running"]
+        running.add("forward")
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            running.clear()
+
+    def _watch_graph(self) -> None:
+        self._code, self._makers = self.model._code, makers_of(self.model)
 
     # -- calibration ---------------------------------------------------------------------------------
     def prepare_calibration(self, asym: bool = True) -> None:
@@ -126,11 +150,12 @@ class QuantModel(nn.Module):
         """Calibrated scales and quantization on: the start of quantization-aware training."""
         self.calc_qparams()
         self.set_quant(w_quant=True, a_quant=True)
+        self.enable_qat = True
 
     def named_quantizers(self) -> Iterator[tuple[str, Quantizer]]:
         """Every quantizer that is in use, by name."""
         for module in self.model.modules():
-            if isinstance(module, Quantizer) and not module.absorbed:
+            if isinstance(module, Quantizer) and not module.absorbed and not module.unused:
                 yield module.name, module
 
     @property

@@ -18,7 +18,8 @@ from sparsebit.graph.trace import forward_owner
 
 FRESH = frozenset(  # ops whose result is memory of its own
     {
-        *(getattr(nn, f"{kind}{d}d") for d in (1, 2, 3) for kind in ("Conv", "ConvTranspose", "BatchNorm")),
+        *(getattr(nn, f"{kind}{d}d") for d in (1, 2, 3) for kind in ("Conv", "ConvTranspose")),
+        nn.modules.batchnorm._BatchNorm,
         *(getattr(nn, f"{kind}Pool{d}d") for d in (1, 2, 3) for kind in ("Avg", "Max", "AdaptiveAvg")),
         *(nn.Linear, nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.Upsample),
         *(

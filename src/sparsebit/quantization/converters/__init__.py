@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,9 @@ from torch import fx, nn
 
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.simplify import SIMPLIFIERS
+from sparsebit.quantization.converters.fuse_operations import (
+    FUSE_PASSES,
+)  # first: the function takes its name
 
 
 def simplify(model: nn.Module) -> fx.GraphModule:
@@ -25,8 +29,8 @@ def fuse_operations(
     model: fx.GraphModule, config: Any, custom_lists: list[str] | None = None
 ) -> fx.GraphModule:
     """Run the fuse passes that `config` (the SCHEDULE section) switches on, or those named in `custom_lists`."""
-    from sparsebit.quantization.converters.fuse_operations import FUSE_PASSES
-
-    passes = [p for p in FUSE_PASSES if custom_lists is None or p.name in custom_lists]
+    passes = FUSE_PASSES
+    if custom_lists is not None:
+        passes = [replace(p, when=None) for p in FUSE_PASSES if p.name in custom_lists]
     run_passes(model, passes, SimpleNamespace(config=SimpleNamespace(schedule=config)))
     return model

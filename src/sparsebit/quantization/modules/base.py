@@ -14,7 +14,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
 
+from sparsebit.graph.ops import inputs_of
+from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.trace import forward_owner
 from sparsebit.quantization.common import get_backend
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
@@ -52,6 +55,10 @@ class Opr(nn.Module):
         if not isinstance(self, forward_owner(type(module))):
             self.op = module
             return
+        for name in list(
+            getattr(module, "parametrizations", ())
+        ):  # weight_norm and friends: take their result
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
         for key, value in vars(module).items():
             self.__dict__[key] = value.copy() if isinstance(value, dict) else value
 
@@ -121,6 +128,7 @@ class QuantOpr(Opr):
             if config.schedule.bias_correction and self.output_shift is not None:
                 channels = self.weight.shape[self.weight_axis] * (self.groups if self.weight_axis else 1)
                 self.bias_correction = self.weight.new_zeros(channels)
+                self.weight_quantizer.on_regrid = self.drop_correction
         if self.quantize_input:
             self.input_quantizer = build_quantizer(config.a)
             self.input_quantizer.set_backend(backend)
@@ -128,13 +136,15 @@ class QuantOpr(Opr):
     @property
     def current_bias(self) -> Tensor | None:
         """The bias, corrected for the error of the rounded weight while that is in use."""
-        if (
-            self.bias_correction is None
-            or self.weight_quantizer is None
-            or not self.weight_quantizer.is_enable
-        ):
+        quantizer = self.weight_quantizer
+        if self.bias_correction is None or quantizer is None or not quantizer.is_enable:
             return self.bias
         return self.bias_correction if self.bias is None else self.bias + self.bias_correction
+
+    def drop_correction(self) -> None:
+        """The correction was for another grid of the weight."""
+        assert self.bias_correction is not None
+        self.bias_correction = torch.zeros_like(self.bias_correction)
 
     def quantizers(self) -> Iterator[Quantizer]:
         for quantizer in (self.input_quantizer, self.weight_quantizer):
@@ -168,6 +178,20 @@ class MultipleInputsQuantOpr(Opr):
     def wants_input_quant(cls, config: Any) -> bool:
         """Whether `config` asks for quantized inputs of this op."""
         return True
+
+    def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
+        """Put a QIdentity before each input of `node`, one for a value used twice; returns how many."""
+        from sparsebit.quantization.modules.unary import QIdentity
+
+        inputs = inputs_of(node)
+        if len(inputs) < 2:
+            return 0  # x + 1: nothing to bring to a common grid
+        values = list(dict.fromkeys(inputs))
+        for i, arg in enumerate(values):
+            call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
+            call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
+        self.input_quantizer_generated = True
+        return len(values)
 
     @property
     def apply_input_quant(self) -> bool:

@@ -13,8 +13,10 @@ from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 
 @register_qmodule(sources=[nn.Conv2d])
 class QConv2d(QuantOpr, nn.Conv2d):
-    def forward(self, x_in: Tensor) -> Tensor:
-        x, weight = self.quantized_input(x_in), self.quantized_weight()
+    input_axis = -3
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight = self.quantized_input(input), self.quantized_weight()
         return self._conv_forward(x, weight, self.current_bias)
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
@@ -25,9 +27,10 @@ class QConv2d(QuantOpr, nn.Conv2d):
 @register_qmodule(sources=[nn.ConvTranspose2d])
 class QConvTranspose2d(QuantOpr, nn.ConvTranspose2d):
     weight_axis = 1  # (in, out / groups, kH, kW)
+    input_axis = -3
 
-    def forward(self, x_in: Tensor, output_size: list[int] | None = None) -> Tensor:
-        x, weight = self.quantized_input(x_in), self.quantized_weight()
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        x, weight = self.quantized_input(input), self.quantized_weight()
         padding: Any = self.padding
         sizes: list[Any] = [self.stride, padding, self.kernel_size, 2, self.dilation]
         output_padding: Any = self._output_padding(x, output_size, *sizes)

@@ -11,10 +11,10 @@ from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 class QEmbedding(QuantOpr, nn.Embedding):
     quantize_input = False
 
-    def forward(self, x_in: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         weight = self.quantized_weight()
         return nn.functional.embedding(
-            x_in,
+            input,
             weight,
             self.padding_idx,
             self.max_norm,

@@ -11,8 +11,8 @@ from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
 class QLinear(QuantOpr, nn.Linear):
     input_axis = -1
 
-    def forward(self, x_in: Tensor) -> Tensor:
-        x, weight = self.quantized_input(x_in), self.quantized_weight()
+    def forward(self, input: Tensor) -> Tensor:
+        x, weight = self.quantized_input(input), self.quantized_weight()
         return nn.functional.linear(x, weight, self.current_bias)
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:

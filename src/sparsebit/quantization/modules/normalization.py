@@ -11,19 +11,19 @@ from sparsebit.quantization.modules.base import Opr, QuantOpr, register_qmodule
 class QBatchNorm2d(QuantOpr, nn.BatchNorm2d):
     quantize_weight = quantize_input = False
 
-    def forward(self, x_in: Tensor) -> Tensor:
-        return nn.BatchNorm2d.forward(self, x_in)
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.BatchNorm2d.forward(self, input)
 
 
 @register_qmodule(sources=[nn.BatchNorm1d])
 class QBatchNorm1d(Opr, nn.BatchNorm1d):
-    def forward(self, x_in: Tensor) -> Tensor:
-        return nn.BatchNorm1d.forward(self, x_in)
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.BatchNorm1d.forward(self, input)
 
 
 @register_qmodule(sources=[nn.LayerNorm])
 class QLayerNorm(QuantOpr, nn.LayerNorm):
     quantize_weight = False
 
-    def forward(self, x_in: Tensor) -> Tensor:
-        return nn.LayerNorm.forward(self, self.quantized_input(x_in))
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.LayerNorm.forward(self, self.quantized_input(input))

@@ -5,11 +5,13 @@ A new quantizer is a subclass with a TYPE and `_forward(x, scale, zero_point)`; 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from sparsebit.config import Config
 from sparsebit.errors import CalibrationError, NotReadyError
@@ -27,15 +29,19 @@ class Mode(Enum):
 
 
 class Reuse:
-    """Permission to write into a value that has no other reader; `makers` are the modules that wrote it."""
+    """Permission to write into a value that has no other reader, while `running` holds (see reuse_memory.py).
 
-    def __init__(self, makers: list[nn.Module]):
-        self.makers = makers
+    `makers` are the modules that wrote the value, `reader` the one that may write into it.
+    """
+
+    def __init__(self, running: set[str], makers: list[nn.Module], reader: nn.Module):
+        self.running, self.makers, self.reader = running, makers, reader
 
     def allows(self, x: Any) -> bool:
-        if not isinstance(x, Tensor) or x.requires_grad or torch.compiler.is_compiling():
+        if not self.running or not isinstance(x, Tensor) or x.requires_grad or torch.compiler.is_compiling():
             return False
-        return not any(m._forward_hooks for m in self.makers)  # somebody watches the value
+        watched = _global_forward_hooks or _global_forward_pre_hooks or self.reader._forward_pre_hooks
+        return not watched and not any(m._forward_hooks for m in self.makers)
 
 
 class Quantizer(nn.Module):
@@ -60,6 +66,8 @@ class Quantizer(nn.Module):
         )  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
         self.reuse: Reuse | None = None
+        self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
+        self.unused = False  # calibration showed it no float data: pass values through until the next one
 
     # -- what a subclass defines ---------------------------------------------------------------------
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -73,7 +81,7 @@ class Quantizer(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------
     def forward(self, x: Any) -> Any:
-        if self.absorbed or self.mode is Mode.FLOAT:
+        if self.absorbed or self.unused or self.mode is Mode.FLOAT:
             return x
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x  # sizes, indices, masks: never quantized
@@ -85,6 +93,11 @@ class Quantizer(nn.Module):
         return self._forward(x, *self._qparams_preprocess(x))
 
     # -- calibration ---------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Forget what was observed; a subclass that keeps sums of its own forgets them here."""
+        self.observer.reset()
+        self.unused = False
+
     def update_observer(self, x: Tensor) -> None:
         try:
             self.observer.update(x)
@@ -108,12 +121,18 @@ class Quantizer(nn.Module):
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the values in place of the old ones, which may be buffers or learnable parameters."""
         for name, value in (("scale", scale), ("zero_point", zero_point)):
-            value = value.detach().to(self.scale.device).reshape(-1)
+            with torch.inference_mode(False):  # so that a later forward may need its gradient
+                value = value.detach().to(self.scale.device).reshape(-1).clone()
             old = getattr(self, name)
             if isinstance(old, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=old.requires_grad)
             setattr(self, name, value)
         return self.scale, self.zero_point
+
+    def set_unused(self) -> None:
+        """No float data came by: stay out of the way. A negative scale carries that through a state_dict."""
+        self.unused = True
+        self._set_qparams(-torch.ones(1), torch.zeros(1))
 
     @property
     def calibrated(self) -> bool:
@@ -148,11 +167,17 @@ class Quantizer(nn.Module):
 
     def set_bit(self, bit: int) -> None:
         """Change the width; a calibrated quantizer keeps its value range and gets a new grid."""
+        old = self.spec
         self.qdesc.set_bit(bit)
-        if self.calibrated and torch.isfinite(self.observer.min_val).all():
-            self._set_qparams(
-                *self.observer.calc_qparams_with_minmax(self.observer.min_val, self.observer.max_val)
-            )
+        if self.calibrated and not self.unused and old.bits != bit:
+            self._regrid(old)
+            if self.on_regrid is not None:
+                self.on_regrid()
+
+    def _regrid(self, old: QuantSpec) -> None:
+        """A new grid over the old range, after the width changed."""
+        if torch.isfinite(self.observer.min_val).all():
+            self.calc_qparams_with_minmax(self.observer.min_val, self.observer.max_val)
 
     def set_ch_axis(self, axis: int) -> None:
         """Which axis holds the channels (the output channels of a transposed convolution are axis 1)."""
@@ -205,6 +230,8 @@ class Quantizer(nn.Module):
         if self.absorbed:
             return f"{self.TYPE}, {'disabled' if self.cfg.quantizer.disable else 'absorbed'}"
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
+        if self.unused:
+            return f"{text}, saw no float data"
         if not self.calibrated:
             return f"{text}, not calibrated"
         lo, hi = minmax_from_qparams(QParams(self.scale.detach(), self.zero_point.detach()), self.spec)
@@ -223,3 +250,14 @@ class Quantizer(nn.Module):
             if len(saved) == 1:
                 self.qdesc.is_perchannel = False  # folded (equalize), or a single channel: the same thing
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.unused = bool((self.scale < 0).all())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Quantizer:
+        """Scales follow the model to another device, but stay float32 when it becomes half precision."""
+        before = {name: getattr(self, name).detach() for name in ("scale", "zero_point")}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            now = getattr(self, name)
+            if now.dtype != value.dtype:
+                now.data = value.to(now.device)
+        return self

@@ -17,6 +17,8 @@ class DoReFaQuantizer(BaseQuantizer):
 
     @staticmethod
     def _squash(x: Tensor) -> Tensor:
+        if not x.numel():
+            return x
         y = x.tanh()
         return y / y.abs().amax().clamp_min(1e-12)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.numeric import as_channels
+from sparsebit.numeric import QuantSpec, as_channels
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 
@@ -28,11 +28,17 @@ def gs_scaling(x: Tensor, ratio: float) -> Tensor:
 @register_quantizer
 class LSQQuantizer(BaseQuantizer):
     TYPE = "lsq"
+    signed: Tensor
 
     def __init__(self, config: Any):
         super().__init__(config)
         del self.scale
         self.scale = nn.Parameter(torch.zeros(1))
+        self.register_buffer("signed", torch.tensor(self.is_symmetric))  # data decides for affine schemes
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
         self._abs_sum: Tensor | None = None
         self._count = 0
 
@@ -54,11 +60,19 @@ class LSQQuantizer(BaseQuantizer):
         if not self.is_symmetric and (min_val < 0).any():
             log.warning("%s: lsq has no zero point, but the data is negative: made symmetric", self.name)
             self.qdesc.set_symmetric(True)
+            self.signed.fill_(True)
         super().calc_qparams()  # keeps the range for repr and set_bit
         scale = (2 * self._abs_sum / self._count / max(self.spec.qmax, 1) ** 0.5).float()
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-        self._abs_sum, self._count = None, 0
         return self._set_qparams(scale, torch.zeros_like(scale))
+
+    def _regrid(self, old: QuantSpec) -> None:
+        self._set_qparams(self.scale * (old.qmax / self.spec.qmax) ** 0.5, self.zero_point)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(prefix + "signed", self.signed)  # checkpoints of the original have none
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.qdesc.set_symmetric(bool(self.signed))
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         values = x.numel() / self.scale.numel()

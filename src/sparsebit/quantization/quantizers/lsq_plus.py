@@ -35,6 +35,10 @@ class LSQPlusQuantizer(BaseQuantizer):
         if not self.is_symmetric:
             del self.zero_point
             self.zero_point = nn.Parameter(torch.zeros(1))
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
         self._three_sigma: Tensor | None = None
 
     def update_observer(self, x: Tensor) -> None:
@@ -49,7 +53,6 @@ class LSQPlusQuantizer(BaseQuantizer):
         if self._three_sigma is not None and not self.absorbed:
             scale = 2 * self._three_sigma / self.spec.levels
             self._set_qparams(torch.where(scale > 0, scale, torch.ones_like(scale)), torch.zeros_like(scale))
-            self._three_sigma = None
         return self.scale, self.zero_point
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,21 +25,22 @@ class InputMean:
     def __init__(self, module: QuantOpr):
         self.module = module
         self.reset()
-        self.handle = module.register_forward_pre_hook(self._hook)
+        self.handle = module.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     def reset(self) -> None:
         self.total: Tensor | None = None
         self.count = 0
 
-    def _hook(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            self.update(args[0])
+    def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if isinstance(x, Tensor):
+            self.update(x)
 
     def update(self, x: Tensor) -> None:
         x = x.detach()
         axis = self.module.input_axis % x.dim()
-        if axis == 1 and x.dim() == 4:
-            x = x[:, :, :: max(1, x.shape[2] // ENOUGH_ROWS)]
+        if axis == x.dim() - 3:
+            x = x[..., :: max(1, x.shape[-2] // ENOUGH_ROWS), :]
         dims = [d for d in range(x.dim()) if d != axis]
         total = (x.sum(dims, dtype=torch.float32) if dims else x).double()
         self.total = total if self.total is None else self.total + total
@@ -57,4 +58,5 @@ class InputMean:
         rounded = quantizer._forward(weight, *quantizer._qparams_preprocess(weight))
         assert module.output_shift is not None
         shift = module.output_shift((weight - rounded).double(), self.total / self.count)
-        module.bias_correction = shift.to(weight.dtype)
+        with torch.inference_mode(False):
+            module.bias_correction = shift.to(weight.dtype).clone()

@@ -39,10 +39,11 @@ class CalibrationRunner:
         for equalization in self._equalizations():
             equalization.unfold()
         for quantizer in self._input_quantizers():
-            quantizer.observer.reset()
+            quantizer.reset()
             quantizer.mode = Mode.OBSERVE
         for module in self.model.modules():
             if isinstance(module, QuantOpr) and module.bias_correction is not None:
+                module.drop_correction()
                 self.means[module] = InputMean(module)
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,6 +58,11 @@ class CalibrationRunner:
             self.close()
 
     def close(self) -> None:
+        """The end of a calibration, finished or not: nobody observes any more."""
+        for quantizer in _quantizers(self.model):
+            if quantizer.mode is Mode.OBSERVE:
+                quantizer.mode = Mode.FLOAT
+            quantizer.observer.reset()
         for mean in self.means.values():
             mean.handle.remove()
         self.means.clear()
@@ -100,8 +106,6 @@ class CalibrationRunner:
             mean.apply()
         for equalization in self._equalizations():
             equalization.fold()
-        for quantizer in _quantizers(self.model):
-            quantizer.observer.reset()
 
     def _equalizations(self) -> list[Any]:
         return [m.equalization for m in self.model.modules() if isinstance(m, QuantOpr) and m.equalization]
@@ -135,7 +139,7 @@ def calibrate_input(module: QuantOpr) -> None:
         return
     if not quantizer.observer.has_data:
         log.warning("%s saw no floating-point data during calibration: it stays float", quantizer.name)
-        quantizer.set_fake_fused()
+        quantizer.set_unused()
         return
     quantizer.calc_qparams()
 
@@ -146,7 +150,7 @@ def calibrate_weight(module: QuantOpr) -> None:
     if quantizer is None or quantizer.absorbed:
         return
     assert isinstance(module.weight, Tensor)
-    quantizer.observer.reset()
+    quantizer.reset()
     quantizer.update_observer(module.weight)
     quantizer.calc_qparams()
 
@@ -182,7 +186,7 @@ def _observe_inputs(lane: Lane, node: fx.Node, module: QuantOpr, again: bool) ->
     if quantizer is None or quantizer.absorbed:
         return
     if not again:
-        quantizer.observer.reset()
+        quantizer.reset()
     quantizer.mode = Mode.OBSERVE
     try:
         for args, kwargs in lane.inputs(node):

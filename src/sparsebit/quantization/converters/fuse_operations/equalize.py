@@ -49,7 +49,7 @@ class Equalization:
     def fold(self) -> None:
         """After it: move the differences between channels into the weights; one scale is left."""
         quantizer = self.quantizer
-        if quantizer.absorbed:
+        if quantizer.absorbed or quantizer.unused:
             return
         top = quantizer.observer.max_val.clamp(min=0)
         factor = torch.where(top > 0, top / top.max().clamp(min=1e-30), 1.0).clamp(min=SMALLEST_FACTOR)

@@ -52,7 +52,9 @@ def fold_into(conv: QuantOpr, bn: nn.BatchNorm2d) -> None:
         parts = weight.unflatten(0, (conv.groups, -1))
         factor = gamma.to(weight.dtype).reshape(conv.groups, 1, -1, *shape[2:])
         folded = (parts * factor).flatten(0, 1)
-    conv.weight = nn.Parameter(folded, requires_grad=weight.requires_grad)  # a new one: others may share the old
+    conv.weight = nn.Parameter(
+        folded, requires_grad=weight.requires_grad
+    )  # a new one: others may share the old
     bias = shift if conv.bias is None else conv.bias * gamma + shift
     conv.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_of
+from sparsebit.graph.ops import inputs_of, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.trace import forward_owner
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
@@ -31,23 +31,35 @@ PRODUCERS = (
 
 @graph_pass("reuse_memory", keeps_output=True)
 def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
+    """Grant the permissions; they hold only while `gm.meta["running"]` is not empty: inside QuantModel.forward."""
     forget_reuse(gm)
+    running = gm.meta.setdefault("running", set())
+    calls = module_calls(gm)
     makers: dict[fx.Node, list[nn.Module]] = {}  # value with memory of its own -> the modules that wrote it
     changed = 0
     for node in gm.graph.nodes:
         module = module_of(node, gm) if node.op == "call_module" else None
+        if module is None or calls[str(node.target)] > 1 or writes_input(node, gm):
+            continue  # a permission belongs to one call
         source = node.args[0] if node.args else None
         alone = isinstance(source, fx.Node) and len(source.users) == 1 and inputs_of(node).count(source) == 1
         mine = makers.get(source) if alone and isinstance(source, fx.Node) else None
         if mine and isinstance(module, QuantOpr) and module.input_quantizer is not None and _ours(module):
-            module.reuse = module.input_quantizer.reuse = Reuse(mine)
+            module.reuse = module.input_quantizer.reuse = Reuse(running, mine, module)
             node.meta["inplace"] = True
             changed += 1
-        if isinstance(module, (QReLU, QReLU6)) and (mine or not _inplace(module)):
+        if isinstance(module, (QReLU, QReLU6)):
             makers[node] = [*(mine or ()), module]
-        elif isinstance(module, PRODUCERS) and not _inplace(module):
+        elif isinstance(module, PRODUCERS) and getattr(module, "op", None) is not operator.iadd:
             makers[node] = [module]
     return changed
+
+
+def makers_of(gm: fx.GraphModule) -> list[tuple[str, nn.Module]]:
+    """The modules that permissions rely on, by name: if one is replaced, the permissions are void."""
+    granted = (m.reuse for m in gm.modules() if isinstance(m, QuantOpr) and m.reuse is not None)
+    found = {maker for reuse in granted for maker in reuse.makers}
+    return [(name, module) for name, module in gm.named_children() if module in found]
 
 
 def forget_reuse(gm: fx.GraphModule) -> None:
@@ -56,11 +68,8 @@ def forget_reuse(gm: fx.GraphModule) -> None:
             module.reuse = None
 
 
-def _ours(module: nn.Module) -> bool:
-    """Our own ops read their input once; a user's op may look at it again after it was quantized."""
-    return forward_owner(type(module)).__module__.startswith("sparsebit.")
-
-
-def _inplace(module: nn.Module) -> bool:
-    op = getattr(module, "op", None)
-    return op is operator.iadd or getattr(op, "inplace", False) is True
+def _ours(module: QuantOpr) -> bool:
+    """Our own ops and quantizers read their input once; a user's may look at it again after it was rounded."""
+    quantizer = type(module.input_quantizer)
+    rounds = next(c for c in quantizer.__mro__ if "_forward" in vars(c))
+    return all(c.__module__.startswith("sparsebit.") for c in (forward_owner(type(module)), rounds))
