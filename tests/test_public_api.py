@@ -56,6 +56,9 @@ IMPORTS = {
     "sparsebit.quantization.converters.utils.bitpartite_graph_matching": "Hungary",
     "sparsebit.sparse": "SparseModel parse_sconfig",
     "sparsebit.sparse.sparse_config": "_C parse_sconfig",
+    "sparsebit.sparse.modules": "SMODULE_MAP register_smodule SparseOpr SConv2d SLinear SBatchNorm2d",
+    "sparsebit.sparse.sparsers": "SPARSERS_MAP register_sparser Sparser build_sparser",
+    "sparsebit.sparse.sparsers.l1norm": "Sparser",
     "sparsebit.utils": "update_config check_torch_version",
     "sparsebit.utils.yaml_utils": "_parse_config",
 }
@@ -141,6 +144,8 @@ def test_import_paths(path):
     module = importlib.import_module(path)
     missing = [name for name in IMPORTS[path].split() if not hasattr(module, name)]
     assert not missing, f"{path} lacks {missing}"
+    modules = [name for name in IMPORTS[path].split() if inspect.ismodule(getattr(module, name))]
+    assert not modules, f"{path}: {modules} must be functions or classes, a sub-package hides them"
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -263,6 +268,22 @@ def test_default_config_verbs():
     assert config.W.QUANTIZER.BIT == 4 and config.SCHEDULE.BN_TUNING is False
     assert QuantModel(small_net(), config).model.fc.weight_quantizer.bit == 4
     assert default_config.W.QUANTIZER.BIT == 8  # the default is untouched
+
+
+def test_configs_can_be_indexed(config):
+    assert config["W"]["QUANTIZER"]["BIT"] == 8
+
+
+def test_fuse_operations_on_its_own(config):
+    """Old scripts run the fuse passes themselves; `custom_lists` names the ones to run, whatever the schedule says."""
+    from sparsebit.quantization import QuantModel
+    from sparsebit.quantization.converters import fuse_operations
+
+    qmodel = QuantModel(small_net(), config.override("SCHEDULE.FUSE_BN", False))
+    assert any("BatchNorm" in type(m).__name__ for m in qmodel.model.modules())
+    fuse_operations(qmodel.model, qmodel.cfg.SCHEDULE, custom_lists=["fuse_bn"])
+    assert not any("BatchNorm" in type(m).__name__ for m in qmodel.model.modules())
+    torch.testing.assert_close(qmodel(images()[0]), small_net()(images()[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_enums():

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
@@ -55,12 +54,12 @@ class Opr(nn.Module):
         if not isinstance(self, forward_owner(type(module))):
             self.op = module
             return
-        for name in list(
-            getattr(module, "parametrizations", ())
-        ):  # weight_norm and friends: take their result
-            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
         for key, value in vars(module).items():
             self.__dict__[key] = value.copy() if isinstance(value, dict) else value
+        # weight_norm and friends: take their result (removing them would change a class the user's model shares)
+        for name in list(getattr(module, "parametrizations", ())):
+            self._parameters[name] = nn.Parameter(getattr(module, name).detach().clone())
+            self._modules.pop("parametrizations", None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
