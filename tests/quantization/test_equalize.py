@@ -76,10 +76,12 @@ def test_it_equals_per_channel_quantization_without_folding():
     equalization.fold = lambda: None
     loose.calibrate(DATA)
     assert loose.model._3.input_quantizer.scale.shape == (8,)
-    for qmodel in (folded, loose):
-        qmodel.set_quant(True, True)
-    with torch.no_grad():
-        assert sqnr(loose(x), folded(x)) > 60
+    for w, a in ((True, False), (False, True), (True, True)):
+        for qmodel in (folded, loose):
+            qmodel.set_quant(w, a)
+        with torch.no_grad():  # but for ties of the largest weights, which round either way
+            assert sqnr(net(x), folded(x)) > sqnr(net(x), loose(x)) - 1
+            assert sqnr(loose(x), folded(x)) > 35
 
 
 def test_save_load_deepcopy_and_recalibration(tmp_path):

@@ -31,6 +31,11 @@ class InputMean:
         self.total: Tensor | None = None
         self.count = 0
 
+    def divide(self, factor: Tensor) -> None:
+        """The input is divided by `factor`, channel by channel, from now on."""
+        if self.total is not None:
+            self.total = self.total / factor.to(self.total)
+
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
         if isinstance(x, Tensor):

@@ -102,10 +102,20 @@ class CalibrationRunner:
                 if isinstance(module, QuantOpr):
                     calibrate_input(module)
                     calibrate_weight(module)
+        for equalization in self._equalizations():
+            self._fold(equalization)
         for mean in self.means.values():
             mean.apply()
-        for equalization in self._equalizations():
-            equalization.fold()
+
+    def _fold(self, equalization: Any) -> None:
+        """Fold, then give the changed weights new scales, and the mean of the changed value its new unit."""
+        factor = equalization.fold()
+        if factor is None:
+            return
+        calibrate_weight(equalization.conv)
+        calibrate_weight(equalization.depthwise)
+        if equalization.depthwise in self.means:
+            self.means[equalization.depthwise].divide(factor)
 
     def _equalizations(self) -> list[Any]:
         return [m.equalization for m in self.model.modules() if isinstance(m, QuantOpr) and m.equalization]

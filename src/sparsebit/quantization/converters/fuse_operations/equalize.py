@@ -46,36 +46,27 @@ class Equalization:
         self.quantizer.qdesc.is_perchannel = True
 
     @torch.no_grad()
-    def fold(self) -> None:
-        """After it: move the differences between channels into the weights; one scale is left."""
+    def fold(self) -> Tensor | None:
+        """After it: move the differences between channels into the weights; one scale is left.
+
+        Returns the factors (the middle value was divided by them); the weights need new scales now.
+        """
         quantizer = self.quantizer
         if quantizer.absorbed or quantizer.unused:
-            return
+            return None
         top = quantizer.observer.max_val.clamp(min=0)
         factor = torch.where(top > 0, top / top.max().clamp(min=1e-30), 1.0).clamp(min=SMALLEST_FACTOR)
-        _scale_outputs(self.conv, 1 / factor)
-        _scale_outputs(
-            self.depthwise, factor.repeat_interleave(self.depthwise.out_channels // len(factor)), bias=False
-        )
+        per_filter = factor.repeat_interleave(self.depthwise.out_channels // len(factor))
+        self.depthwise.weight *= per_filter.to(self.depthwise.weight).view(-1, 1, 1, 1)
+        self.conv.weight /= factor.to(self.conv.weight).view(-1, 1, 1, 1)
+        if self.conv.bias is not None:
+            self.conv.bias /= factor.to(self.conv.bias)
         if isinstance(self.act, QReLU6):
             self.act.cap /= factor.view(-1, 1, 1)
         quantizer.qdesc.is_perchannel = False
         quantizer.observer.min_val, quantizer.observer.max_val = top.new_zeros(1), top.max().reshape(1)
         quantizer.calc_qparams_with_minmax(quantizer.observer.min_val, quantizer.observer.max_val)
-
-
-def _scale_outputs(conv: QConv2d, factor: Tensor, bias: bool = True) -> None:
-    """Multiply each output channel, and with it the scale of its weight."""
-    factor = factor.to(conv.weight)
-    conv.weight *= factor.view(-1, 1, 1, 1)
-    quantizer = conv.weight_quantizer
-    if quantizer is not None and not quantizer.absorbed:
-        quantizer.scale.mul_(factor)
-        quantizer.observer.min_val *= factor
-        quantizer.observer.max_val *= factor
-    for shift in (conv.bias, conv.bias_correction) if bias else ():
-        if shift is not None:
-            shift *= factor
+        return factor
 
 
 def _is_depthwise(conv: QConv2d) -> bool:
