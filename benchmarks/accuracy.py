@@ -66,6 +66,9 @@ def mobilenet_configs() -> dict[str, object]:
         "w8a8, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override(
             "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1
         ),
+        "w8a8, W mse, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override(
+            "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1, "W.OBSERVER.TYPE", "mse"
+        ),
         "w8a8-tensorrt": "w8a8-tensorrt",
     }
     for scheme in ("affine", "symmetric"):
