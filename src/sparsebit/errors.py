@@ -24,10 +24,6 @@ class GraphError(SparsebitError, RuntimeError):
     """A pass that broke the graph or changed its output."""
 
 
-class UnsupportedOpError(SparsebitError, NotImplementedError):
-    """An operation, or a form of it, that has no quantized counterpart."""
-
-
 class CalibrationError(SparsebitError, RuntimeError):
     """Calibration without data, with NaN or Inf, in the wrong order, or twice."""
 

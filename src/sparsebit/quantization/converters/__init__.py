@@ -6,23 +6,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from sparsebit.graph.passes import run_passes
-from sparsebit.graph.simplify import SIMPLIFIERS
-from sparsebit.quantization.converters.fuse_operations import (
-    FUSE_PASSES,
-)  # first: the function takes its name
 
+# imported before the function of the same name is defined, which must win
+from sparsebit.quantization.converters.fuse_operations import FUSE_PASSES
+from sparsebit.quantization.converters.simplifiers import simplify
 
-def simplify(model: nn.Module) -> fx.GraphModule:
-    """Run the simplifiers on a GraphModule (a plain module is traced first)."""
-    from sparsebit.graph.trace import trace
-    from sparsebit.quantization.quant_tracer import QTracer
-
-    gm = model if isinstance(model, fx.GraphModule) else trace(model, QTracer())
-    run_passes(gm, SIMPLIFIERS, SimpleNamespace(config=None))
-    return gm
+__all__ = ["fuse_operations", "simplify"]
 
 
 def fuse_operations(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.simplify import SIMPLIFIERS
+from sparsebit.graph.trace import trace
 
 
-def simplify(model: fx.GraphModule) -> fx.GraphModule:
-    """Bring a traced model into the form that the later passes expect, in place."""
-    run_passes(model, SIMPLIFIERS)
-    return model
+def simplify(model: nn.Module) -> fx.GraphModule:
+    """Bring a model into the form that the later passes expect: a GraphModule in place, a plain module traced."""
+    from sparsebit.quantization.quant_tracer import QTracer
+
+    gm = model if isinstance(model, fx.GraphModule) else trace(model, QTracer())
+    run_passes(gm, SIMPLIFIERS)
+    return gm
