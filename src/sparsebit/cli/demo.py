@@ -132,6 +132,7 @@ def main() -> None:
             )
     console.print(table)
     console.print("calibrated on 512 training images; every row: sparsebit.quantize(net, batches, config)")
+    console.print("8x8 images show the fixed cost of calibration; at 224x224 it is 1.0-1.3 x (make bench)")
 
 
 if __name__ == "__main__":
