@@ -36,10 +36,7 @@ def test_resnet_on_all_of_cifar10(depth, float_top1, observers):
 
 
 def test_mobilenet_v2_without_a_config():
-    """The default on images it was not calibrated on: 19.5 dB, the best setting 20.5 dB.
-
-    Top-1 of 750 images moves by half a point between settings of equal SQNR, so its bound is a coarse one.
-    """
+    """The default on images it was not calibrated on: 19.5 dB and 83.60 % (the best peer), the best setting 20.5 dB."""
     configs = accuracy.mobilenet_configs()
     chosen = {name: configs[name] for name in ("w8a8 (no config)", "w8a8, MIN_VALUES 1")}
     rows = {name: (top1, db) for name, top1, db in accuracy.mobilenet(chosen)}
@@ -47,3 +44,5 @@ def test_mobilenet_v2_without_a_config():
     top1, db = rows["w8a8 (no config)"]
     assert db >= 19.5 and top1 >= 82.0, rows
     assert max(db for name, (_, db) in rows.items() if name != "float") >= 20.5, rows
+    if top1 < 83.60:  # the bar stands, and is not reached: say so in every run
+        pytest.xfail(f"top-1 {top1:.2f} is below the best peer's 83.60, at {db:.2f} dB against its 19.4")

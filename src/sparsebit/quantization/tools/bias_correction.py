@@ -4,7 +4,7 @@
 
 E[x_j], the mean of each input channel, streams during calibration. Only the error of the *weights* is taken
 back: clipped activations of a few images would dominate a mean of output differences and make it worse
-(MobileNetV2 W8A8: 19.3 dB without, 21.1 dB with this, 14 dB with the mean of output differences).
+(docs/decisions.md).
 """
 
 from __future__ import annotations
