@@ -10,7 +10,7 @@ import torch
 from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, register_qmodule
 
 
-@register_qmodule(sources=[operator.add, operator.iadd, torch.add, torch.Tensor.add])
+@register_qmodule(sources=[operator.add, torch.add, torch.Tensor.add])
 class QAdd(MultipleInputsQuantOpr):
     @classmethod
     def wants_input_quant(cls, config: Any) -> bool:

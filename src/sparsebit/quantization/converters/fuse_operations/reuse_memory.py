@@ -6,7 +6,6 @@ in place there. Nobody sees it: without grad only, and not where somebody watche
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch import fx, nn
@@ -50,7 +49,7 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
             changed += 1
         if isinstance(module, (QReLU, QReLU6)):
             makers[node] = [*(mine or ()), module]
-        elif isinstance(module, PRODUCERS) and getattr(module, "op", None) is not operator.iadd:
+        elif isinstance(module, PRODUCERS):
             makers[node] = [module]
     return changed
 
