@@ -87,3 +87,19 @@ def images(n: int = 4, batch: int = 4, size: int = 12, seed: int = 1) -> list[Te
 def sqnr(reference: Tensor, x: Tensor) -> float:
     """Signal to quantization noise, in dB."""
     return (10 * torch.log10(reference.pow(2).sum() / (reference - x).pow(2).sum())).item()
+
+
+class Checks(nn.Module):
+    """Asserts and raises on shapes. (Not in a test file: pytest rewrites the asserts there.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2 and x.shape[1] == 4, f"got {x.shape}"
+        if x.size(1) != 4:
+            raise ValueError(f"expected 4 features, got {x.size(1)}")
+        if x.shape[0] > 100 or x.shape[1] > 100:
+            raise ValueError("too large")
+        return self.fc(x)

@@ -32,6 +32,7 @@ LAYERS = {
     "quantization.pipeline": 2.5,
     "quantization.checkpoint": 2.5,
     "quantization.feeding": 2.5,
+    "quantization.front_end": 2.6,
     "quantization.quant_model": 3,
     "quantization": 3,
     "sparse": 3,

@@ -26,8 +26,10 @@ def quantize(
     progress  show a progress bar; None: only on a terminal.
     """
     from sparsebit.quantization import QuantModel
+    from sparsebit.quantization.feeding import first_of
 
-    qmodel = QuantModel(model, config).calibrate(batches, asym=asym, progress=progress)
+    example, batches = first_of(batches)
+    qmodel = QuantModel(model, config, example=example).calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 

@@ -243,7 +243,7 @@ def test_unbatched_images():
         assert (layer(x) - qmodel(x)).mean((1, 2)).abs().max() < 0.05
 
 
-def test_buffers_updated_in_forward_are_named(caplog):
+def test_buffers_updated_in_forward_go_on_updating(caplog):
     class Counting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -254,18 +254,20 @@ def test_buffers_updated_in_forward_are_named(caplog):
             self.steps += 1
             return self.fc(x)
 
-    model = Counting()
-    with caplog.at_level(logging.WARNING, "sparsebit"):
-        QuantModel(model)
-    assert "steps is updated in forward" in caplog.text and model.steps == 0
-
     class Running(Counting):
         def forward(self, x):
             self.steps = self.steps + x.mean()
             return self.fc(x)
 
-    with pytest.raises(TraceError, match="steps: forward stores a computed value in this buffer"):
-        QuantModel(Running())
+    for model in (Counting(), Running()):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "sparsebit"):
+            qmodel = sparsebit.quantize(model, [X + 1])
+        assert "updates its buffer 'steps'" in caplog.text and model.steps == 0
+        before = qmodel.state_dict()["model.whole.root.steps"].clone()
+        qmodel(X + 1)
+        assert qmodel.state_dict()["model.whole.root.steps"] > before
+        assert "fc.weight_quantizer" in dict(qmodel.named_quantizers())
 
 
 @pytest.mark.parametrize("bad", [lambda x: x, nn.Linear, None])

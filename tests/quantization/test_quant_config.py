@@ -52,6 +52,7 @@ def test_defaults() -> None:
             "OBSERVER": {"TYPE": "minmax", "LAYOUT": "NCHW"},
             "SPECIFIC": [],
             "QADD": {"ENABLE_QUANT": False},
+            "PER_CALL": False,
         },
     }
     assert _C == QuantConfig() == QuantConfig.load({})

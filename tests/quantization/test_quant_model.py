@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsebit
 from models import SmallNet, images, small_net, sqnr
-from sparsebit.errors import CalibrationError, ConfigError, GraphError, SparsebitError, TraceError
+from sparsebit.errors import CalibrationError, ConfigError, GraphError, SparsebitError
 from sparsebit.graph import graph_pass
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import quant_mode
@@ -236,13 +236,26 @@ def test_bad_config_is_refused_before_work_starts(net):
         QuantModel(net, {"W": {"QUANTIZER": {"BITS": 8}}})
 
 
-def test_untraceable_model_names_the_module():
+def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
     class Branch(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
 
-    with pytest.raises(TraceError, match=r"cannot trace 1.*\n.*SKIP_TRACE_MODULES"):
-        QuantModel(nn.Sequential(nn.Linear(4, 4), Branch()))
+        def forward(self, x):
+            return self.fc(x) if x.sum() > -1000 else -x
+
+    x = torch.randn(5, 4)
+    model = nn.Sequential(nn.Linear(4, 4), Branch(), nn.Linear(4, 2))
+    qmodel = sparsebit.quantize(model, [x])
+    assert list(qmodel.islands) == ["1"] and "1: TraceError" in caplog.text
+    assert {"_1_fc.weight_quantizer", "_1_fc.input_quantizer"} <= set(dict(qmodel.named_quantizers()))
+    assert 30 < sqnr(model(x), qmodel(x)) < 60
+    half = QuantModel(model, {"W": {"SPECIFIC": [{"1.fc": ["QUANTIZER.BIT", 4]}]}})
+    assert half.model.get_submodule("1.fc").weight_quantizer.bit == 4
+    asym = QuantModel(model).calibrate([x], asym=True)
+    asym.set_quant(True, True)
+    assert 30 < sqnr(model(x), asym(x)) < 60
 
 
 # -- graphs ------------------------------------------------------------------------------------------

@@ -102,3 +102,11 @@ def _inplace_argument(node: fx.Node) -> bool:
 def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Does the node matter even when nobody uses its value? Inputs and outputs do, and whatever writes in place."""
     return node.is_impure() or writes_input(node, gm)
+
+
+def is_bookkeeping(node: fx.Node) -> bool:
+    """Calls that compute nothing: making an output object, `no_grad` around a block."""
+    package = str(getattr(node.target, "__module__", ""))
+    return node.op == "call_function" and (
+        isinstance(node.target, type) or package == "sparsebit.graph.no_grad"
+    )

@@ -3,125 +3,155 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
-import operator
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
+from sparsebit.graph.islands import Island, Whole, as_one_node, island
+from sparsebit.graph.no_grad import bracket_no_grad
+from sparsebit.graph.tracer import LeafTracer, State, forward_owner
 
+__all__ = ["Call", "Island", "LeafTracer", "forward_owner", "trace"]
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of one forward
 log = logging.getLogger("sparsebit")
 
 
-class InplaceProxy(fx.Proxy):
-    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
-
-
-def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
-
-
-for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
-    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))
-
-
-class LeafTracer(fx.Tracer):
-    """torch.fx tracer that keeps modules whole by type (all of torch.nn) or by path (fnmatch patterns).
-
-    A user's subclass that inherits its `forward` from a torch.nn class is a leaf too: it computes what its
-    base class computes.
-    """
-
-    def __init__(
-        self, skipped_module_names: Sequence[str] = (), is_known: Callable[[type], bool] = lambda t: False
-    ):
-        super().__init__()
-        self.skipped_module_names = list(skipped_module_names)
-        self.is_known = is_known
-        self.stack: list[str] = []  # paths of the modules being traced, for error messages
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return InplaceProxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self._probe(module_qualified_name, self.skipped_module_names):
-            return True
-        return super().is_leaf_module(m, module_qualified_name) or self.is_known(forward_owner(type(m)))
-
-    def _probe(self, module_name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(module_name, pattern) for pattern in patterns)
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.stack.append(self.path_of_module(m))
-        out = super().call_module(m, forward, args, kwargs)
-        self.stack.pop()  # not in a finally: after an error the stack says where it happened
-        return out
-
-
-def forward_owner(cls: type) -> type:
-    """The class whose `forward` instances of `cls` run."""
-    return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)
-
-
-def trace(model: nn.Module, tracer: LeafTracer) -> fx.GraphModule:
+def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> fx.GraphModule:
     """A GraphModule over a copy of `model`; every node carries `meta["path"]`, where it stands in the model.
+
+    What cannot be traced becomes an island: a leaf that runs as it is, in the worst case the whole model;
+    `gm.meta["islands"]` lists them. `example` says which optional inputs are used and how lists and dicts of
+    inputs look; without one, optional inputs are left at their defaults. It also proves the graph: should its
+    output differ from the model's, the model stays whole.
 
     The forward is traced in eval mode (`F.dropout(..., training=self.training)` becomes a no-op); the modules
     get their train/eval flags back afterwards.
     """
-    model = _own_copy(model)
-    if tracer.is_leaf_module(model, "") and not isinstance(model, (nn.ModuleList, nn.ModuleDict)):
-        model = nn.Sequential(model).train(model.training)  # a single layer is a network too
-    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
-    flags = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        graph = tracer.trace(model)
-    except Exception as error:
-        raise _explain(error, tracer, model) from error
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
-    _restore_buffers(model, buffers)
-    gm = fx.GraphModule(model, graph, type(model).__name__)
+    signature = inspect.signature(model.forward)
+    inputs = _inputs(signature, example)
+    tracer.inputs = {k: v for k, v in inputs.items() if type(v) not in (int, float)}  # numbers stay inputs
+    copied, graph = _trace_around_islands(model, tracer)
+    if tracer.islands and len(tracer.inputs) < len(inputs):  # unless control flow needs them
+        tracer.inputs, tracer.islands = inputs, {}
+        copied, graph = _trace_around_islands(model, tracer)
+    if graph is not None:
+        gm = fx.GraphModule(copied, graph, type(model).__name__)
+        wrong = _disagreement(gm, copied, example)
+        if wrong is not None:
+            tracer.islands = {"": wrong}
+            graph = None
+    if graph is None:
+        gm = as_one_node(copied)
+    used = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"} | {""}
+    gm.meta["islands"] = {path: found for path, found in tracer.islands.items() if path in used}
+    gm.meta["signature"] = signature
+    gm.meta["fixed"] = {} if graph is None else _fixed(signature, tracer.inputs)
+    for found in gm.meta["islands"].values():
+        log.warning("not traced, runs as it is: %s", found)
     for node in gm.graph.nodes:
-        node.meta["path"] = _path_of(node)
+        node.meta["path"] = _path_of(node, gm)
     return gm
 
 
-def _restore_buffers(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> None:
-    """A buffer that forward updates was changed by tracing; the graph has only the value it read."""
-    for name, (buffer, version, value) in before.items():
-        path, _, last = name.rpartition(".")
-        owner = model.get_submodule(path)
-        now = owner._buffers.get(last, getattr(owner, last, None))
-        if now is buffer and buffer._version == version:
-            continue
-        if isinstance(now, fx.Proxy):
+def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Module, fx.Graph | None]:
+    """Trace until no new island turns up: the last run is clean of half-traced ones. None: the root is one."""
+    while True:
+        known = len(tracer.islands)
+        copied = _own_copy(model)
+        if tracer.is_leaf_module(copied, "") and not isinstance(copied, (nn.ModuleList, nn.ModuleDict)):
+            copied = nn.Sequential(copied).train(copied.training)  # a single layer is a network too
+        state = State(copied)
+        try:
+            with _eval(copied), tracer.prepared_torch(), torch.enable_grad():
+                graph = tracer.trace(copied)
+            state.settle()
+        except Exception as error:
+            tracer.islands[""] = island("", error)
+            return _own_copy(model), None
+        if len(tracer.islands) == known:
+            bracket_no_grad(graph)
+            return copied, graph
+
+
+def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
+    """By name, what is known of the inputs: all of the example's, or the defaults."""
+    if example is not None:
+        try:
+            bound = signature.bind(*example[0], **example[1])
+        except TypeError as error:
+            raise TraceError(f"the example does not fit forward{signature}: {error}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+    known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
+    return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
+
+
+def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs that the graph has as constants."""
+    has_tensor = lambda v: any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
+    return {
+        name: inputs[name] for name in signature.parameters if name in inputs and not has_tensor(inputs[name])
+    }
+
+
+@torch.no_grad()
+def _disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> Island | None:
+    """The graph's output against the model's, on the example."""
+    if example is None:
+        return None
+    run = lambda m: pytree.tree_leaves(m(*copy.deepcopy(example[0]), **copy.deepcopy(dict(example[1]))))
+    with _eval(model), _eval(gm):
+        try:
+            expected = run(model)
+        except Exception as error:
             raise TraceError(
-                f"{name}: forward stores a computed value in this buffer, which a traced graph cannot do\n"
-                f"  fix: put {path or 'the part that does it'!r} into SKIP_TRACE_MODULES"
-            )
-        log.warning(
-            "%s is updated in forward: the traced model keeps the value it has now. Put %r into SKIP_TRACE_MODULES "
-            "to keep the update",
-            name,
-            path or type(model).__name__,
-        )
-        with torch.no_grad():
-            buffer.copy_(value)
-        owner._buffers[last] = buffer
+                f"the model does not run on the example: {type(error).__name__}: {error}"
+            ) from error
+        try:
+            wrong = not _same(run(gm), expected)
+        except Exception as error:
+            return island("", error)
+        if wrong and _same(run(model), expected):  # a model that differs from itself proves nothing
+            return Island("", "the traced graph computes another output than the model", "")
+    return None
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    def close(x: Any, y: Any) -> bool:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+            return type(x) is type(y)
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return False
+        scale = float(y.abs().max()) if y.is_floating_point() and y.numel() else 0.0
+        return torch.allclose(x, y, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+
+    return len(a) == len(b) and all(map(close, a, b))
+
+
+@contextmanager
+def _eval(model: nn.Module) -> Iterator[None]:
+    flags = {m: m.training for m in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
 
 
 def _own_copy(model: nn.Module) -> nn.Module:
+    # what a forward left in the model (`self.features = x`) is part of an autograd graph: copy its value only
+    left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Sparsebit works on a "
@@ -130,20 +160,10 @@ def _own_copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _explain(error: Exception, tracer: LeafTracer, model: nn.Module) -> TraceError:
-    where = tracer.stack[-1] if tracer.stack else ""
-    fix = (
-        f"put {where!r} into SKIP_TRACE_MODULES to keep it float"
-        if where
-        else "move the data-dependent part of its forward into a submodule and put that into SKIP_TRACE_MODULES"
-    )
-    return TraceError(
-        f"torch.fx cannot trace {where or type(model).__name__}: {type(error).__name__}: {error}\n  fix: {fix}"
-    )
-
-
-def _path_of(node: fx.Node) -> str:
+def _path_of(node: fx.Node, gm: fx.GraphModule) -> str:
     """`layer1.0.conv1` for a module, `layer1.0.add` for a function called in the forward of `layer1.0`."""
+    if node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), Whole):
+        return ""
     if node.op in ("call_module", "get_attr", "placeholder", "output"):
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
+import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +22,11 @@ log = logging.getLogger("sparsebit")
 def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     """Forward every batch; returns how many there were."""
     device = getattr(model, "device", torch.device("cpu"))
-    forward = getattr(model, "model", model).forward
+    signature = signature_of(model)
     count = 0
     with torch.no_grad():
         for batch in _tracked(_as_iterable(batches), progress):
-            args, kwargs = as_call(batch, forward)
+            args, kwargs = as_call(batch, signature)
             model(*_to(args, device), **_to(kwargs, device))
             count += 1
     if not count:
@@ -32,7 +34,34 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     return count
 
 
-def as_call(batch: Any, forward: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def signature_of(model: Any) -> inspect.Signature:
+    """What the forward takes; of a QuantModel, what the user's forward took."""
+    traced = getattr(model, "model", model)
+    known: inspect.Signature | None = getattr(traced, "meta", {}).get("signature")
+    return known or inspect.signature(traced.forward)
+
+
+def first_of(batches: Any) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and all of them: a generator runs only once, a shuffling loader draws only once."""
+    batches = _as_iterable(batches)
+    iterator = iter(batches)
+    for first in iterator:
+        return first, _Rest(first, iterator, batches)
+    raise CalibrationError("no calibration data: `batches` is empty; a few dozen samples are enough")
+
+
+class _Rest(Iterable[Any]):
+    def __init__(self, first: Any, iterator: Iterator[Any], batches: Any):
+        self.iterator, self.batches = itertools.chain([first], iterator), batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterator
+
+    def __length_hint__(self) -> int:
+        return operator.length_hint(self.batches)
+
+
+def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of one forward: a mapping is keyword arguments, a tuple or list positional ones.
 
     A tuple longer than the forward needs, such as (x, y) of a DataLoader, is cut to the inputs; optional inputs
@@ -42,14 +71,13 @@ def as_call(batch: Any, forward: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     if not isinstance(batch, (tuple, list)):
         return (batch,), {}
-    needed = _required(forward)
+    needed = _required(signature)
     return tuple(batch[:needed] if 0 < needed < len(batch) else batch), {}
 
 
-def _required(forward: Any) -> int:
+def _required(signature: inspect.Signature) -> int:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(forward).parameters.values()
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
+    return sum(p.kind in kinds and p.default is p.empty for p in signature.parameters.values())
 
 
 def _as_iterable(batches: Any) -> Iterable[Any]:
@@ -74,5 +102,5 @@ def _tracked(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import track
 
-    total = len(batches) if isinstance(batches, Sized) else None
+    total = operator.length_hint(batches) or None
     yield from track(batches, "calibrating", total=total, console=Console(stderr=True), transient=True)

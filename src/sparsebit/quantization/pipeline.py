@@ -9,17 +9,21 @@ Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of, writes_input
+from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
-from sparsebit.graph.rewrite import fresh_name, replace_modules
+from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
-from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr, find_qmodule
+from sparsebit.quantization.converters.islands import quantize_inside
+from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
+from sparsebit.quantization.modules.own_forward import own_forward
+from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quant_config import QuantConfig, resolve, unmatched
 
 log = logging.getLogger("sparsebit")
@@ -35,18 +39,18 @@ class BuildContext:
 
 @graph_pass("to_qmodules", keeps_output=True)
 def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
-    """Replace every op that has a QModule; name and count the ones that stay float."""
+    """Replace every op that has a QModule, and the layers inside islands; name the ops that stay float."""
     new: dict[fx.Node, tuple[str, nn.Module]] = {}
     first_call: dict[nn.Module, fx.Node] = {}
     repeats: list[tuple[fx.Node, fx.Node]] = []
     for node in gm.graph.nodes:
-        if not node.op.startswith("call"):
+        if not node.op.startswith("call") or is_bookkeeping(node):
             continue
-        skipped = node.op == "call_module" and _is_skipped(str(node.target), ctx)
-        # what still writes into its input must go on doing so: a quantizer in front would hand it a copy
-        cls = None if skipped or writes_input(node, gm) else find_qmodule(node, gm)
+        cls = _replacement(node, gm, ctx)
         if cls is None:
-            ctx.float_ops[node.name] = _describe(node, gm)
+            inside = 0 if _is_skipped(node, ctx) else _quantize_island(node, gm, ctx)
+            if not inside:
+                ctx.float_ops[node.name] = _describe(node, gm)
             continue
         source = module_of(node, gm) if node.op == "call_module" else node
         if isinstance(source, nn.Module) and any(True for _ in source.parameters()):
@@ -66,12 +70,13 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
 @graph_pass("insert_input_quantizers", keeps_output=True)
 def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     """Give each input of a multi-input op a QIdentity that carries its quantizer; `x + x` gets one for both."""
-    inserted = 0
+    inserted, calls = 0, module_calls(gm)
     for node in list(gm.graph.nodes):
         module = module_of(node, gm) if node.op == "call_module" else None
-        if not isinstance(module, MultipleInputsQuantOpr) or not module.wants_input_quant(ctx.config):
-            continue
-        inserted += module.prepare_input_quantizer(node, gm)
+        if isinstance(module, MultipleInputsQuantOpr) and module.wants_input_quant(ctx.config):
+            inserted += module.prepare_input_quantizer(node, gm)
+        elif isinstance(module, QuantOpr) and ctx.config.a.per_call and calls[str(node.target)] > 1:
+            inserted += _quantize_per_call(node, module, gm)
     return inserted
 
 
@@ -81,17 +86,17 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     all_names: list[str] = []
     built: set[nn.Module] = set()
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
-        if not isinstance(module, QuantOpr) or module in built:
-            continue
-        names = (node.name, str(node.meta.get("path", node.name)))
-        all_names += names
-        w, a = resolve(ctx.config.w, names), resolve(ctx.config.a, names)
-        module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
-        for kind, quantizer in (("input", module.input_quantizer), ("weight", module.weight_quantizer)):
-            if quantizer is not None:
-                quantizer.name = f"{node.name}.{kind}_quantizer"
-        built.add(module)
+        for inside, module in _quant_oprs(node, gm):
+            if module in built:
+                continue
+            names = _names(node, inside)
+            all_names += names
+            w, a = resolve(ctx.config.w, names), resolve(ctx.config.a, names)
+            module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
+            for kind, quantizer in (("input", module.input_quantizer), ("weight", module.weight_quantizer)):
+                if quantizer is not None:
+                    quantizer.name = f"{names[0]}.{kind}_quantizer"
+            built.add(module)
     for letter, section in (("W", ctx.config.w), ("A", ctx.config.a)):
         for pattern in unmatched(section, all_names):
             log.warning(
@@ -104,8 +109,51 @@ __all__ = ["FINAL_PASSES", "PIPELINE", "BuildContext"]
 PIPELINE = [*SIMPLIFIERS, to_qmodules, insert_input_quantizers, build_quantizers, *FUSE_PASSES]
 
 
-def _is_skipped(path: str, ctx: BuildContext) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in ctx.config.skip_trace_modules)
+def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[nn.Module] | None:
+    """The QModule class for a node; None: it stays as it is."""
+    # what still writes into its input must go on doing so: a quantizer in front would hand it a copy
+    if _is_skipped(node, ctx) or writes_input(node, gm):
+        return None
+    cls = find_qmodule(node, gm)
+    if cls is None and node.op == "call_module" and not isinstance(module_of(node, gm), Opr):
+        cls = own_forward(type(module_of(node, gm)))  # an island that is a layer itself
+    return cls
+
+
+def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
+    patterns = ctx.config.skip_trace_modules if node.op == "call_module" else ()
+    return any(fnmatchcase(str(node.target), pattern) for pattern in patterns)
+
+
+def _quantize_island(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> int:
+    return quantize_inside(module_of(node, gm), ctx.config) if node.op == "call_module" else 0
+
+
+def _quantize_per_call(node: fx.Node, module: QuantOpr, gm: fx.GraphModule) -> int:
+    """Move the input quantizer out of a layer that is called several times: one QIdentity before each call."""
+    if not type(module).quantize_input or not node.args or not isinstance(node.args[0], fx.Node):
+        return 0
+    call = insert_module_before(gm, node, node.args[0], f"{node.name}_identity", QIdentity())
+    call.meta["path"] = f"{node.meta.get('path', node.name)}_identity"
+    module.__dict__["quantize_input"] = False
+    return 1
+
+
+def _quant_oprs(node: fx.Node, gm: fx.GraphModule) -> Iterator[tuple[str, QuantOpr]]:
+    """The ops with quantizers that a node runs, and where they are inside its module: "" is the module itself."""
+    if node.op == "call_module":
+        for inside, module in module_of(node, gm).named_modules():
+            if isinstance(module, QuantOpr):
+                yield inside.removeprefix("root."), module  # graph.islands.Whole holds the model as `root`
+
+
+def _names(node: fx.Node, inside: str) -> tuple[str, str]:
+    """The fx name and the module path of an op, as SPECIFIC matches them."""
+    path = str(node.meta.get("path", node.name))
+    if not inside:
+        return node.name, path
+    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
 
 
 def _free_name(name: str, gm: fx.GraphModule) -> str:

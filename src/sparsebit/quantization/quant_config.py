@@ -160,6 +160,9 @@ class ActivationConfig(TensorConfig):
 
     observer: ActivationObserverConfig = Field(default_factory=ActivationObserverConfig)
     qadd: QAddConfig = Field(default_factory=QAddConfig)
+    per_call: bool = Field(
+        False, description="a layer that is called several times has an input range per call, not one for all"
+    )
 
 
 class QuantConfig(Config):

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.errors import CalibrationError, NotReadyError, TraceError
+from sparsebit.errors import CalibrationError, NotReadyError
 from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.islands import Island
 from sparsebit.graph.passes import GraphPass, run_passes
-from sparsebit.graph.trace import trace
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
+from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
 from sparsebit.quantization.quant_config import QuantConfig
-from sparsebit.quantization.quant_tracer import QTracer
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.calibration import CalibrationRunner
 
@@ -32,46 +32,46 @@ log = logging.getLogger("sparsebit")
 class QuantModel(nn.Module):
     """A quantizable copy of `model`; the model itself is never changed.
 
-    config  a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
-    passes  your own graph passes, run after the built-in ones.
-    check   example arguments; if given, every pass must keep the float output, and the guilty one is named.
+    model    an nn.Module, or what torch.export made of one.
+    config   a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
+    example  one batch, in any form that calibrate() takes: it says which optional inputs are used and proves the
+             traced graph. Without one, optional inputs keep their defaults.
+    trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
+             (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace).
+    passes   your own graph passes, run after the built-in ones.
+    check    example arguments; if given, every pass must keep the float output, and the guilty one is named.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | torch.export.ExportedProgram,
         config: Any = None,
         *,
+        example: Any = None,
+        trace: str = "fx",
         passes: Sequence[GraphPass | Callable[..., int]] = (),
         check: tuple[Any, ...] | None = None,
     ):
         super().__init__()
-        if isinstance(model, QuantModel) or not isinstance(model, nn.Module):
-            what = (
-                "a QuantModel already"
-                if isinstance(model, QuantModel)
-                else f"{model!r}, which is no nn.Module"
-            )
-            raise TraceError(
-                f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}"
-            )
         self.cfg = QuantConfig.load(config)
-        self.model = trace(model, QTracer(self.cfg.skip_trace_modules))
+        self.model = to_graph(model, self.cfg, example, trace)
         context = BuildContext(self.cfg)
         steps = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in passes]
         self.pass_reports = run_passes(self.model, [*PIPELINE, *steps, *FINAL_PASSES], context, check)
         self._watch_graph()
         self.float_ops = context.float_ops
-        self.training = model.training
+        self.training = self.model.training
         self._runner: CalibrationRunner | None = None
         self.enable_qat = False
         if not any(True for _ in self.named_quantizers()):
-            log.warning("no op of %s has a quantizer: nothing will be quantized", type(model).__name__)
+            log.warning("no op of %s has a quantizer: nothing will be quantized", self.model._get_name())
         if self.float_ops:
             kinds = sorted(set(self.float_ops.values()))
             log.info("%d ops stay float, no QModule for: %s", len(self.float_ops), ", ".join(kinds))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.model.meta["fixed"]:
+            refuse_other_inputs(self.model, args, kwargs)
         if self._runner is not None:
             self._runner.record(args, kwargs)
         if self.model._code is not self._code or any(
@@ -157,6 +157,12 @@ class QuantModel(nn.Module):
         for module in self.model.modules():
             if isinstance(module, Quantizer) and not module.absorbed and not module.unused:
                 yield module.name, module
+
+    @property
+    def islands(self) -> dict[str, Island]:
+        """Parts that could not be traced, by path: each says why. Their layers are quantized in place."""
+        found: dict[str, Island] = self.model.meta["islands"]
+        return found
 
     @property
     def device(self) -> torch.device:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsebit.graph.trace import LeafTracer
-from sparsebit.quantization.modules import is_known_module
+from sparsebit.graph.tracer import LeafTracer
+from sparsebit.quantization.modules import is_known
 
 
 class QTracer(LeafTracer):
     def __init__(self, skipped_module_names: Sequence[str] = ()):
-        super().__init__(skipped_module_names, is_known=is_known_module)
+        super().__init__(skipped_module_names, is_known=is_known)

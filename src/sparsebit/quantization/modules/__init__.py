@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.trace import forward_owner
+from sparsebit.graph.tracer import forward_owner
 from sparsebit.quantization.modules.base import (
     QMODULE_MAP,
     MultipleInputsQuantOpr,
@@ -33,6 +32,8 @@ __all__ = [
     "QuantOpr",
     "define",
     "find_qmodule",
+    "is_known",
+    "qmodule_of",
     "quant_mode",
     "register_qmodule",
     *sorted(_CLASSES),
@@ -41,11 +42,18 @@ __all__ = [
 
 def find_qmodule(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
     """The class that replaces `node`, or None: a module by the class whose forward it runs, a function or method
-    by itself, a function of an optional package by its dotted name."""
-    for key in _keys(node, gm):
-        if key in QMODULE_MAP:
-            return QMODULE_MAP[key]
-    return None
+    by itself, what an optional package defines by its dotted name."""
+    if node.op == "call_module":
+        return qmodule_of(type(gm.get_submodule(str(node.target))))
+    if node.op == "call_method":
+        return _first(getattr(torch.Tensor, str(node.target), node.target))
+    return _first(node.target, _dotted(node.target)) if node.op == "call_function" else None
+
+
+def qmodule_of(cls: type) -> type[nn.Module] | None:
+    """The class that replaces modules of class `cls`, or None."""
+    owner = forward_owner(cls)
+    return _first(cls, owner, _dotted(owner))
 
 
 def __getattr__(name: str) -> Any:
@@ -55,16 +63,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def is_known_module(cls: type) -> bool:
-    return cls in QMODULE_MAP
+def is_known(op: Any) -> bool:
+    """Is there a QModule for this class or function?"""
+    return _first(op, _dotted(op)) is not None
 
 
-def _keys(node: fx.Node, gm: fx.GraphModule) -> Iterator[Any]:
-    if node.op == "call_module":
-        cls = type(gm.get_submodule(str(node.target)))
-        yield from (cls, forward_owner(cls))
-    elif node.op == "call_method":
-        yield getattr(torch.Tensor, str(node.target), node.target)
-    elif node.op == "call_function":
-        yield node.target
-        yield f"{getattr(node.target, '__module__', '')}.{getattr(node.target, '__qualname__', '')}"
+def _first(*keys: Any) -> type[nn.Module] | None:
+    return next((QMODULE_MAP[key] for key in keys if key in QMODULE_MAP), None)
+
+
+def _dotted(op: Any) -> str:
+    return f"{getattr(op, '__module__', '')}.{getattr(op, '__qualname__', '')}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -179,27 +178,36 @@ def calibrate_asym(
     done: set[nn.Module] = set()
     for node in model.graph.nodes:
         module = module_of(node, model) if node.op == "call_module" else None
-        if isinstance(module, QuantOpr):
-            _observe_inputs(lane, node, module, again=module in done)
-            calibrate_input(module)
-            if module not in done:
-                calibrate_weight(module)
-            done.add(module)
-        with quant_mode(module, w=w_quant, a=a_quant) if isinstance(module, QuantOpr) else nullcontext():
+        if module is None:
+            lane.step(node)
+            continue
+        _calibrate_call(lane, node, module, done)
+        with quant_mode(module, w=w_quant, a=a_quant):
             lane.step(node)
     store.close()
 
 
-def _observe_inputs(lane: Lane, node: fx.Node, module: QuantOpr, again: bool) -> None:
-    """Show the input quantizer every batch, as the layer will see it; a further call adds to the first."""
-    quantizer = module.input_quantizer
-    if quantizer is None or quantizer.absorbed:
-        return
-    if not again:
-        quantizer.reset()
-    quantizer.mode = Mode.OBSERVE
+def _calibrate_call(lane: Lane, node: fx.Node, module: nn.Module, done: set[nn.Module]) -> None:
+    """Calibrate what a node runs; the layers inside an island see each other in float."""
+    inside = [m for m in module.modules() if isinstance(m, QuantOpr)]
+    observing = [m for m in inside if m.input_quantizer is not None and not m.input_quantizer.absorbed]
+    for m in observing:
+        assert m.input_quantizer is not None
+        if m not in done:
+            m.input_quantizer.reset()
+        m.input_quantizer.mode = Mode.OBSERVE
     try:
-        for args, kwargs in lane.inputs(node):
-            module.quantize_first(args, kwargs)
+        for args, kwargs in lane.inputs(node) if observing else ():
+            if inside == [module]:
+                inside[0].quantize_first(args, kwargs)  # its input is all that matters
+            else:
+                module(*args, **kwargs)
     finally:
-        quantizer.mode = Mode.FLOAT
+        for m in observing:
+            assert m.input_quantizer is not None
+            m.input_quantizer.mode = Mode.FLOAT
+    for m in inside:
+        calibrate_input(m)
+        if m not in done:
+            calibrate_weight(m)
+    done.update(inside)

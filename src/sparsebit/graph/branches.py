@@ -1,0 +1,48 @@
+"""What a branch in the user's code leads to, read from its bytecode: a check that only raises has one outcome."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from types import FrameType
+
+from sparsebit.graph.islands import OWN
+
+
+def only_outcome() -> bool | None:
+    """The truth value that goes on, when the branch being decided in the user's code otherwise only raises:
+    `assert x.dim() == 4`, `if x.shape[1] != n: raise ValueError(...)`. None: both ways go on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    return None if frame is None else _decide(frame)
+
+
+def _decide(frame: FrameType) -> bool | None:
+    code = list(dis.get_instructions(frame.f_code))
+    at = {instruction.offset: i for i, instruction in enumerate(code)}
+    i = at.get(frame.f_lasti)
+    if i is None:
+        return None
+    if code[i].opname == "TO_BOOL":
+        i += 1
+    jump = code[i].opname
+    if not (jump.startswith("POP_JUMP") and jump.endswith(("IF_TRUE", "IF_FALSE"))):
+        return None
+    jumps_on = jump.endswith("IF_TRUE")
+    target, following = _raises(code, at[code[i].argval]), _raises(code, i + 1)
+    if target == following:
+        return None
+    return not jumps_on if target else jumps_on
+
+
+def _raises(code: list[dis.Instruction], i: int) -> bool:
+    """Does everything from here lead straight to a `raise`?"""
+    for instruction in code[i:]:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in instruction.opname or instruction.opname.startswith(
+            ("RETURN", "STORE", "YIELD", "FOR_")
+        ):
+            return False
+    return False

@@ -1,0 +1,56 @@
+"""Islands: what torch.fx cannot trace stays a leaf that runs as it is, and says why."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+@dataclass(frozen=True)
+class Island:
+    """A module that stays a leaf: `path` ("" is the whole model), the error that stopped the trace, and where."""
+
+    path: str
+    error: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'the model'}: {self.error}" + (f" ({self.line})" if self.line else "")
+
+
+def island(path: str, error: BaseException) -> Island:
+    """The island at `path`, with the line of the user's code that `error` came from."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 200 else f"{text[:200]} ..."
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OWN)]
+    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return Island(path, f"{type(error).__name__}: {text}", line)
+
+
+class Whole(nn.Module):
+    """A model that stays one node: its forward runs as it is, with whatever arguments it takes."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.root = model
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.root(*args, **kwargs)
+
+
+def as_one_node(model: nn.Module) -> fx.GraphModule:
+    """A graph whose only op is `model` itself."""
+    holder = nn.Module()
+    holder.whole = Whole(model)
+    holder.training = model.training
+    graph = fx.Graph()
+    args = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
+    graph.output(graph.call_module("whole", args))
+    return fx.GraphModule(holder, graph, type(model).__name__)

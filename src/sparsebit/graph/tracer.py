@@ -1,0 +1,248 @@
+"""LeafTracer: torch.fx's tracer for models as people write them.
+
+It keeps torch.nn layers whole, turns a module that cannot be traced into a leaf on the spot (an island), takes
+inputs apart as the example shows them, and remembers `no_grad` blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from sparsebit.errors import TraceError
+from sparsebit.graph.branches import only_outcome
+from sparsebit.graph.islands import Island, island
+
+FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
+
+
+class InplaceProxy(fx.Proxy):
+    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+
+def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
+
+
+for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
+    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))
+
+
+class LeafTracer(fx.Tracer):
+    """Leaves are torch.nn layers, what `is_known` accepts (a class, or a function), `skipped_module_names` (fnmatch
+    patterns of paths), and `islands`: modules that turned out not to be traceable.
+
+    A user's subclass that inherits its `forward` from a torch.nn class is a leaf too: it computes what its base
+    class computes.
+    """
+
+    def __init__(
+        self, skipped_module_names: Sequence[str] = (), is_known: Callable[[Any], bool] = lambda op: False
+    ):
+        super().__init__(param_shapes_constant=True)
+        self.skipped_module_names = list(skipped_module_names)
+        self.is_known = is_known
+        self.islands: dict[str, Island] = {}
+        self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return InplaceProxy(node, self)
+
+    # -- modules -------------------------------------------------------------------------------------
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if module_qualified_name in self.islands:
+            return True
+        if self._probe(module_qualified_name, self.skipped_module_names) or self.is_known(
+            forward_owner(type(m))
+        ):
+            return True
+        # nn.TransformerEncoder and the like are made of layers: look inside
+        made_of_layers = any(True for _ in m.children())
+        return super().is_leaf_module(m, module_qualified_name) and not made_of_layers
+
+    def _probe(self, module_name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(module_name, pattern) for pattern in patterns)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):
+            return super().call_module(m, forward, args, kwargs)
+        mark, stack, state = self._last_node(), self.module_stack.copy(), State(m)
+        try:
+            out = super().call_module(m, forward, args, kwargs)
+            state.settle()
+            return out
+        except Exception as error:
+            self._erase_after(mark)
+            self.module_stack = stack
+            self.islands[path] = island(path, error)
+        return self.create_proxy("call_module", path, args, kwargs)
+
+    def _last_node(self) -> fx.Node | None:
+        return next(iter(reversed(self.graph.nodes)), None)
+
+    def _erase_after(self, mark: fx.Node | None) -> None:
+        while (node := self._last_node()) is not mark and node is not None:
+            self.graph.erase_node(node)
+
+    # -- functions -----------------------------------------------------------------------------------
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> Any:
+        if kind == "call_method" and str(target).startswith("__"):
+            kind, target, args = _as_operator(str(target), args)
+        if kind == "call_function" and self._is_users(target):
+            inside = self._look_inside(target, args, kwargs)
+            if inside is not None:
+                return inside
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        if not torch.is_grad_enabled():
+            proxy.node.meta["no_grad"] = True
+        return proxy
+
+    def _is_users(self, target: Any) -> bool:
+        """A function marked with torch.fx.wrap; often only because of an `if`, and full of layers."""
+        package = str(getattr(target, "__module__", "")).partition(".")[0]
+        own = package in ("torch", "sparsebit")
+        return isinstance(target, types.FunctionType) and not own and not self.is_known(target)
+
+    def _look_inside(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Proxy | None:
+        mark = self._last_node()
+        try:
+            out = target(*args, **kwargs)
+        except Exception:
+            out = None
+        if isinstance(out, fx.Proxy):
+            return out
+        self._erase_after(mark)
+        return None
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """`assert` and `if ...: raise` have one outcome that goes on; any other `if` cannot be traced."""
+        outcome = only_outcome()
+        return super().to_bool(obj) if outcome is None else outcome
+
+    @contextmanager
+    def prepared_torch(self) -> Iterator[None]:
+        """torch.arange(x.shape[1]) has no tensor among its arguments: torch.fx alone would miss it. And a part
+        under torch.utils.checkpoint computes what it computes."""
+        saved = {name: getattr(torch, name) for name in FACTORIES}
+        for name, function in saved.items():
+            setattr(torch, name, self._factory(function))
+        CheckpointFunction.apply = lambda function, preserve_rng, *args: function(*args)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del CheckpointFunction.apply  # the inherited one shows again
+            for name, function in saved.items():
+                setattr(torch, name, function)
+
+    def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if has_proxy((args, kwargs)):
+                return self.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    # -- inputs and outputs --------------------------------------------------------------------------
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        root_fn, args = super().create_args_for_root(root_fn, is_module)
+        for i, proxy in enumerate(args):
+            name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
+            if name in self.inputs:
+                args[i] = like(self.inputs[name], proxy)
+        return root_fn, args
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, dict) and type(a) is not dict:  # an OrderedDict, a ModelOutput: keep the type
+            if is_dataclass(a):
+                values = {f.name: getattr(a, f.name) for f in fields(a)}
+                return self.create_node(
+                    "call_function", type(a), (), {k: self.create_arg(v) for k, v in values.items()}
+                )
+            return self.create_node("call_function", type(a), (super().create_arg(dict(a)),), {})
+        return super().create_arg(a)
+
+
+def _as_operator(method: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """`buffer[x]` reaches the tracer as a call of Tensor.__getitem__, `x[i]` as operator.getitem: make them one."""
+    name = method.strip("_")
+    named = lambda n: getattr(operator, n, None) or getattr(operator, f"{n}_", None)
+    if named(name):
+        return "call_function", named(name), args
+    if name.startswith("r") and named(name[1:]) and len(args) == 2:
+        return "call_function", named(name[1:]), args[::-1]
+    return "call_method", method, args
+
+
+def like(example: Any, proxy: Any) -> Any:
+    """`example` with each tensor replaced by a proxy of it; what is no tensor stays as it is."""
+    if isinstance(example, Tensor):
+        return proxy
+    if is_dataclass(example) and not isinstance(example, (type, dict)):
+        values = {f.name: like(getattr(example, f.name), getattr(proxy, f.name)) for f in fields(example)}
+        return type(example)(**values)
+    if isinstance(example, Mapping):
+        return _same_type(example, {k: like(v, proxy[k]) for k, v in example.items()})
+    if isinstance(example, tuple) and hasattr(example, "_fields"):
+        return type(example)(*(like(v, proxy[i]) for i, v in enumerate(example)))
+    if isinstance(example, (list, tuple)):
+        return type(example)([like(v, proxy[i]) for i, v in enumerate(example)])
+    return example
+
+
+def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    return values if type(example) is dict else type(example)(values)  # type: ignore[call-arg]
+
+
+def has_proxy(value: Any) -> bool:
+    found: list[Any] = []
+    fx.node.map_aggregate(value, lambda v: found.append(v) if isinstance(v, fx.Proxy) else None)
+    return bool(found)
+
+
+class State:
+    """What a module holds besides its layers, before its forward is traced."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.buffers = {name: (b, b._version) for name, b in module._buffers.items() if b is not None}
+
+    def settle(self) -> None:
+        """Forget what the forward left behind; refuse if it is a buffer, which the next forward would read."""
+        for name, (buffer, version) in self.buffers.items():
+            if self.module._buffers.get(name) is not buffer or buffer._version != version:
+                raise TraceError(f"forward updates its buffer {name!r}")
+        for name, value in list(vars(self.module).items()):
+            if name not in ("_modules", "_parameters", "_buffers") and has_proxy(value):
+                self._put_back(name)
+
+    def _put_back(self, name: str) -> None:
+        """`self.attention_map = x`: kept for looking at; a graph has no such place."""
+        if name in self.attributes:
+            self.module.__dict__[name] = self.attributes[name]
+        else:
+            del self.module.__dict__[name]
+
+
+def forward_owner(cls: type) -> type:
+    """The class whose `forward` instances of `cls` run."""
+    return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)

@@ -1,0 +1,86 @@
+"""The door: whatever the user has (a module, an exported program) becomes the graph that the passes work on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ConfigError, TraceError
+from sparsebit.graph.trace import Call, trace
+from sparsebit.quantization.feeding import as_call
+from sparsebit.quantization.quant_config import QuantConfig
+from sparsebit.quantization.quant_tracer import QTracer
+
+FRONT_ENDS = ("fx", "export")
+
+
+def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> fx.GraphModule:
+    """A GraphModule over a copy of `model`, with `meta`: islands, signature, fixed inputs."""
+    if front_end not in FRONT_ENDS:
+        raise ConfigError(f"trace: {front_end!r} is not one of {', '.join(FRONT_ENDS)}")
+    if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
+        from sparsebit.graph.exported import from_exported
+
+        return _finished(from_exported(model))
+    if not isinstance(model, nn.Module) or hasattr(model, "named_quantizers"):
+        what = (
+            f"{model!r}, which is no nn.Module"
+            if not isinstance(model, nn.Module)
+            else "a QuantModel already"
+        )
+        raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
+    call = None if example is None else _on_device(as_call(example, inspect.signature(model.forward)), model)
+    if front_end == "fx":
+        return trace(model, QTracer(config.skip_trace_modules), call)
+    if call is None:
+        raise TraceError(
+            'trace="export" needs an example: QuantModel(model, config, example=batch, trace="export")'
+        )
+    from sparsebit.graph.exported import trace_export
+
+    gm = _finished(trace_export(model, call[0], dict(call[1])))
+    gm.meta["signature"] = inspect.signature(model.forward)
+    return gm
+
+
+def _is_exported(model: Any) -> bool:
+    """A GraphModule of aten ops: what `exported_program.module()` gives."""
+    return isinstance(model, fx.GraphModule) and any(
+        isinstance(n.target, torch._ops.OpOverload) for n in model.graph.nodes
+    )
+
+
+def _finished(gm: fx.GraphModule) -> fx.GraphModule:
+    gm.meta.setdefault("islands", {})
+    gm.meta.setdefault("fixed", {})
+    return gm
+
+
+def _on_device(call: Call, model: nn.Module) -> Call:
+    device = next((p.device for p in model.parameters()), None)
+    if device is None:
+        return call
+    moved: Call = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), call)
+    return moved
+
+
+def refuse_other_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """An input that the trace left at its default is a constant in the graph: another value would be ignored."""
+    try:
+        given = gm.meta["signature"].bind(*args, **kwargs).arguments
+    except TypeError:
+        return  # the forward itself says it best
+    for name, value in gm.meta["fixed"].items():
+        if name in given and given[name] is not value and not _equal(given[name], value):
+            raise TraceError(
+                f"forward({name}=...): the model was traced with {name}={value!r}, so another value would be ignored"
+                f"\n  fix: QuantModel(model, config, example=batch) with a batch that has {name!r}"
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b)

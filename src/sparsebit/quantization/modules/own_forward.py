@@ -1,0 +1,62 @@
+"""Layers with a forward of their own: a Conv2d that pads by the size of its input, a Linear that casts.
+
+Where such a forward cannot be traced it runs as it is, on a quantized input and with the quantized weight in
+the place of the weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from sparsebit.quantization.modules.base import QMODULE_MAP, QuantOpr, register_qmodule
+
+
+class OwnForward(QuantOpr):
+    """Mixed into the user's class: the same forward, quantized."""
+
+    users_class: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.quantize_first(args, kwargs)
+        weight = self._parameters.pop("weight")
+        self.__dict__["weight"] = weight if self.weight_quantizer is None else self.weight_quantizer(weight)
+        try:
+            return self.users_class.forward(self, *args, **kwargs)
+        finally:
+            del self.__dict__["weight"]
+            self._parameters["weight"] = weight
+
+
+@functools.cache
+def own_forward(cls: Any) -> type[nn.Module] | None:
+    """The quantized form of `cls`, a class with a forward of its own below a known layer with a weight; or None."""
+    known = next((QMODULE_MAP[base] for base in cls.__mro__[1:] if base in QMODULE_MAP), None)
+    if known is None or not issubclass(known, QuantOpr) or not known.quantize_weight:
+        return None
+    if not issubclass(known, nn.Module) or not hasattr(known, "reset_parameters"):
+        return None  # an activation: it has no weight
+    members = {
+        "users_class": cls,
+        "weight_axis": known.weight_axis,
+        "input_axis": known.input_axis,
+        "quantize_input": known.quantize_input,
+        "__doc__": OwnForward.__doc__,
+    }
+    return type(f"Q{cls.__name__}", (OwnForward, cls), members)
+
+
+@register_qmodule(sources=["transformers.pytorch_utils.Conv1D"])
+class QConv1D(QuantOpr):
+    """GPT-2's linear layer: the weight is (in, out)."""
+
+    weight_axis = 1
+    input_axis = -1
+
+    def adopt(self, module: nn.Module) -> None:
+        self.weight, self.bias = module.weight, module.bias
+
+    def forward(self, x: Any) -> Any:
+        return self.quantized_input(x) @ self.quantized_weight() + self.bias
