@@ -18,6 +18,7 @@ LAYERS = {
     "config": 0.2,
     "numeric": 1,
     "graph": 1,
+    "export": 1.2,
     "quantization.common": 1.5,
     "quantization.presets": 1.5,
     "quantization.specific": 1.5,
@@ -33,6 +34,8 @@ LAYERS = {
     "quantization.checkpoint": 2.5,
     "quantization.feeding": 2.5,
     "quantization.front_end": 2.6,
+    "quantization.exporting": 2.6,
+    "quantization.certifying": 2.7,
     "quantization.quant_model": 3,
     "quantization": 3,
     "sparse": 3,
@@ -41,7 +44,7 @@ LAYERS = {
     "": 3.5,
     "cli": 4,
 }
-NEVER = [("numeric", "graph"), ("graph", "numeric"), ("quantization", "sparse"), ("sparse", "quantization")]
+NEVER = [("numeric", "graph"), ("graph", "numeric"), ("quantization", "sparse"), ("sparse", "quantization"), ("export", "quantization"), ("export", "sparse")]
 
 
 def layer(name: str) -> float:

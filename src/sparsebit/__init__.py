@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
-__all__ = ["QuantConfig", "QuantModel", "__version__", "quantize"]
+__all__ = ["QuantConfig", "QuantModel", "__version__", "quantize", "verify"]
 
 if TYPE_CHECKING:
+    from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.quant_config import QuantConfig
 
@@ -32,6 +33,13 @@ def quantize(
     qmodel = QuantModel(model, config, example=example).calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
+
+
+def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:
+    """Check an exported file against the model again: every quantizer, every op, and the outputs, on `batches`."""
+    from sparsebit.quantization.exporting import verify as check
+
+    return check(onnx_path, qmodel, batches)
 
 
 def __getattr__(name: str) -> Any:

@@ -91,3 +91,21 @@ def test_a_second_lane_shares_what_does_not_differ(gm):
 def test_unknown_place(gm):
     with pytest.raises(ConfigError, match="not one of device, cpu, disk"):
         Store("moon")
+
+
+@fx.wrap
+def changes_its_list(x, sizes):
+    sizes[0] = 3
+    return x * sizes[0]
+
+
+def test_a_function_may_change_the_literal_list_it_gets():
+    class Net(nn.Module):
+        def forward(self, x):
+            return changes_its_list(x, [1, 2])
+
+    gm = fx.symbolic_trace(Net())
+    lane = Lane(gm, [((torch.ones(2),), {})])
+    for node in gm.graph.nodes:
+        lane.step(node)
+    assert next(lane.outputs(node)).tolist() == [3, 3]

@@ -342,6 +342,7 @@ def test_structured_outputs_keep_their_type(make):
 
 
 def test_wrapped_functions_are_looked_into():
+    traced(UsesWrapped(), X)  # and a second trace works as the first
     gm = traced(UsesWrapped(), X)
     assert [n.name for n in gm.graph.nodes] == ["x", "fc_weight", "linear", "odd", "output"]
 

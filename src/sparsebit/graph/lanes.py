@@ -123,7 +123,7 @@ class Lane:
 
     def _arguments(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         real = lambda n: self.store.get(values[n])
-        return fx.node.map_arg(node.args, real), fx.node.map_arg(node.kwargs, real)
+        return _plain(fx.node.map_arg(node.args, real)), _plain(fx.node.map_arg(node.kwargs, real))
 
     def _run(self, node: fx.Node, i: int) -> Any:
         if node.op == "placeholder":
@@ -152,6 +152,15 @@ def advance(node: fx.Node, lanes: Sequence[Lane]) -> None:
         lane._compute(node)
     for lane in lanes:
         lane._release(node)
+
+
+def _plain(value: Any) -> Any:
+    """Literal lists and dicts of a node cannot be changed; a function that gets them may want to."""
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return [_plain(v) for v in value]
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

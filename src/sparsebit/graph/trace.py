@@ -78,6 +78,8 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
             return _own_copy(model), None
         if len(tracer.islands) == known:
             bracket_no_grad(graph)
+            for node in graph.nodes:  # torch.fx.wrap would be called again, on names that are no functions
+                node.meta.pop("is_wrapped", None)
             return copied, graph
 
 

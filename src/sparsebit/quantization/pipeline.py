@@ -90,8 +90,9 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
             if module in built:
                 continue
             names = _names(node, inside)
-            all_names += names
-            w, a = resolve(ctx.config.w, names), resolve(ctx.config.a, names)
+            known = [*names, *_enclosing(node, inside)]
+            all_names += known
+            w, a = resolve(ctx.config.w, known), resolve(ctx.config.a, known)
             module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
             for kind, quantizer in (("input", module.input_quantizer), ("weight", module.weight_quantizer)):
                 if quantizer is not None:
@@ -154,6 +155,13 @@ def _names(node: fx.Node, inside: str) -> tuple[str, str]:
         return node.name, path
     prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
     return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
+
+
+def _enclosing(node: fx.Node, inside: str) -> Iterator[str]:
+    """The names of the layers around an op inside a layer: a pattern for an LSTM means its weights too."""
+    parts = inside.split(".") if inside else []
+    for i in range(len(parts)):
+        yield from _names(node, ".".join(parts[:i]))
 
 
 def _free_name(name: str, gm: fx.GraphModule) -> str:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.calibration import CalibrationRunner
+
+if TYPE_CHECKING:
+    from sparsebit.export.report import ExportReport
 
 __all__ = ["QuantModel"]
 
@@ -207,10 +210,39 @@ class QuantModel(nn.Module):
         opset_version: int = 13,
         verbose: bool = False,
         extra_info: bool = False,
-    ) -> None:
-        raise NotReadyError(
-            "export_onnx() comes with a later release, together with the check of the file it writes"
+        *,
+        dynamic_shapes: Any = None,
+        backend: str | None = None,
+        batches: Any = (),
+    ) -> ExportReport:
+        """Write an ONNX file that has been run and agrees with this model; returns how it was checked.
+
+        dummy_data      arguments as calibrate() takes a batch: a tensor, a tuple, a dict.
+        dynamic_axes    `{"input": {0: "batch"}}` as in the old exporter, or dynamic_shapes as in torch.export.
+        opset_version   the least opset; a higher one is written where the types need it.
+        extra_info      also write <name>_extra.onnx with a `bits` attribute on every Q/DQ node.
+        backend         onnxruntime, tensorrt, openvino or virtual; None is BACKEND of the config.
+        batches         more inputs to compare the file and the model on.
+        """
+        from sparsebit.quantization.exporting import export_onnx
+
+        return export_onnx(
+            self,
+            dummy_data,
+            name,
+            backend=backend,
+            batches=batches,
+            input_names=input_names,
+            output_names=output_names,
+            dynamic_axes=dynamic_axes,
+            dynamic_shapes=dynamic_shapes,
+            opset_version=opset_version,
+            verbose=verbose,
+            extra_info=extra_info,
         )
 
     def add_extra_info_to_onnx(self, onnx_path: str) -> None:
-        raise NotReadyError("add_extra_info_to_onnx() comes with export_onnx() in a later release")
+        """Write <name>_extra.onnx beside an exported file: a `bits` attribute on every Q/DQ node."""
+        from sparsebit.export.extra_info import write_extra
+
+        write_extra(onnx_path)

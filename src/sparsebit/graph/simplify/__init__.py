@@ -1,12 +1,16 @@
 """Passes that bring the traced graph into one form before ops are looked at; each keeps the output."""
 
 from sparsebit.graph.passes import GraphPass
+from sparsebit.graph.simplify.fold_constants import fold_constants
 from sparsebit.graph.simplify.functionalize import functionalize
+from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
 from sparsebit.graph.simplify.getattr_to_shape import getattr_to_shape
 from sparsebit.graph.simplify.remove_identity import remove_identity
 from sparsebit.graph.simplify.unbind_getitem_to_subtensor import unbind_getitem_to_subtensor
 
 SIMPLIFIERS: list[GraphPass] = [
+    fold_constants,
+    functions_to_modules,  # before functionalize, which knows modules best
     functionalize,
     remove_identity,
     getattr_to_shape,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import QuantOpr, define
+from sparsebit.quantization.modules.base import Opr, QuantOpr, define, spelled
+from sparsebit.quantization.quantizers import Mode
 
 
 class _Clip(QuantOpr):
@@ -42,13 +42,50 @@ class _Clip6(QuantOpr):
         return torch.minimum(x, self.cap) if x.requires_grad else torch.minimum(x, self.cap, out=x)
 
 
-QReLU = define("QReLU", _Clip, nn.ReLU, F.relu, torch.relu, "relu")
-QReLU6 = define("QReLU6", _Clip6, nn.ReLU6, F.relu6)
-QLeakyReLU = define("QLeakyReLU", QuantOpr, nn.LeakyReLU, F.leaky_relu)
-QSigmoid = define("QSigmoid", QuantOpr, nn.Sigmoid, F.sigmoid, torch.sigmoid, "sigmoid")
-QSiLU = define("QSiLU", QuantOpr, nn.SiLU, F.silu)
-QGELU = define("QGELU", QuantOpr, nn.GELU, F.gelu)
-QMish = define("QMish", QuantOpr, nn.Mish, F.mish)
-QHardSigmoid = define("QHardSigmoid", QuantOpr, nn.Hardsigmoid, F.hardsigmoid)
-QTanh = define("QTanh", QuantOpr, nn.Tanh, F.tanh, torch.tanh, "tanh")
-QSoftmax = define("QSoftmax", QuantOpr, nn.Softmax, F.softmax, torch.softmax, "softmax")
+class _Softmax(QuantOpr):
+    """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid: what lies `SPAN` below the
+    largest value of its row has no probability (exp(-16) is 1e-7), and saturates."""
+
+    SPAN = 16.0
+
+    def quantize_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        x = args[0] if args else kwargs.get("input")
+        observes = self.input_quantizer is not None and self.input_quantizer.mode is Mode.OBSERVE
+        if not observes or not isinstance(x, Tensor) or not x.is_floating_point():
+            return super().quantize_first(args, kwargs)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else getattr(self.op, "dim", None))
+        if isinstance(dim, int):
+            self.quantized_input(x.maximum(x.amax(dim, keepdim=True) - self.SPAN))
+        else:  # the old default, or Softmax2d
+            self.quantized_input(x)
+        return args
+
+
+QReLU = define("QReLU", _Clip, nn.ReLU, *spelled("relu"))
+QReLU6 = define("QReLU6", _Clip6, nn.ReLU6, *spelled("relu6"))
+QLeakyReLU = define("QLeakyReLU", QuantOpr, nn.LeakyReLU, *spelled("leaky_relu"))
+QRReLU = define("QRReLU", QuantOpr, nn.RReLU, *spelled("rrelu"))
+QPReLU = define("QPReLU", QuantOpr, nn.PReLU, *spelled("prelu"))
+QELU = define("QELU", QuantOpr, nn.ELU, *spelled("elu"))
+QSELU = define("QSELU", QuantOpr, nn.SELU, *spelled("selu"))
+QCELU = define("QCELU", QuantOpr, nn.CELU, *spelled("celu"))
+QSigmoid = define("QSigmoid", QuantOpr, nn.Sigmoid, *spelled("sigmoid expit"))
+QSiLU = define("QSiLU", QuantOpr, nn.SiLU, *spelled("silu"))
+QGELU = define("QGELU", QuantOpr, nn.GELU, *spelled("gelu"))
+QMish = define("QMish", QuantOpr, nn.Mish, *spelled("mish"))
+QTanh = define("QTanh", QuantOpr, nn.Tanh, *spelled("tanh"))
+QHardSigmoid = define("QHardSigmoid", QuantOpr, nn.Hardsigmoid, *spelled("hardsigmoid"))
+QHardSwish = define("QHardSwish", QuantOpr, nn.Hardswish, *spelled("hardswish"))
+QHardTanh = define("QHardTanh", QuantOpr, nn.Hardtanh, *spelled("hardtanh"))
+QHardShrink = define("QHardShrink", QuantOpr, nn.Hardshrink, *spelled("hardshrink"))
+QSoftShrink = define("QSoftShrink", QuantOpr, nn.Softshrink, *spelled("softshrink"))
+QTanhShrink = define("QTanhShrink", QuantOpr, nn.Tanhshrink, *spelled("tanhshrink"))
+QThreshold = define("QThreshold", QuantOpr, nn.Threshold, *spelled("threshold _threshold"))
+QSoftplus = define("QSoftplus", QuantOpr, nn.Softplus, *spelled("softplus"))
+QSoftsign = define("QSoftsign", QuantOpr, nn.Softsign, *spelled("softsign"))
+QLogSigmoid = define("QLogSigmoid", QuantOpr, nn.LogSigmoid, *spelled("logsigmoid"))
+QGLU = define("QGLU", QuantOpr, nn.GLU, *spelled("glu"))
+QSoftmax = define("QSoftmax", _Softmax, nn.Softmax, nn.Softmax2d, *spelled("softmax"))
+QSoftmin = define("QSoftmin", QuantOpr, nn.Softmin, *spelled("softmin"))
+QLogSoftmax = define("QLogSoftmax", QuantOpr, nn.LogSoftmax, *spelled("log_softmax"))
+QGumbelSoftmax = define("QGumbelSoftmax", Opr, *spelled("gumbel_softmax"), doc="Random: stays float.")

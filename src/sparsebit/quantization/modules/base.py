@@ -7,6 +7,7 @@ option of the op it replaces is honoured.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +18,14 @@ from torch import Tensor, fx, nn
 
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
-from sparsebit.graph.trace import forward_owner
+from sparsebit.graph.tracer import forward_owner
 from sparsebit.quantization.common import get_backend
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
 from sparsebit.quantization.quantizers.base import Reuse
 from sparsebit.registry import Registry
 
 QMODULE_MAP: Registry[type[nn.Module]] = Registry("operation")
+NAMESPACES = (torch, torch.Tensor, nn.functional, torch.special, torch.linalg, torch.fft, operator)
 M = TypeVar("M", bound=type[nn.Module])
 
 
@@ -69,6 +71,10 @@ class Opr(nn.Module):
         return getattr(op, "__name__", "") if op is not None else super().extra_repr()
 
 
+class Value(Opr):
+    """An operation whose result is a Python value: a size, a flag."""
+
+
 class QuantOpr(Opr):
     """An operation that quantizes its first tensor, and its weight if it has one."""
 
@@ -76,6 +82,7 @@ class QuantOpr(Opr):
     quantize_weight: ClassVar[bool] = True  # False: its weight is a per-channel scale, folded or cheap
     quantize_input: ClassVar[bool] = True
     input_axis: ClassVar[int] = 1  # the channel axis of the input
+    input_name: ClassVar[str] = "input"  # the keyword of the tensor that is quantized
     # output_shift(weight_error, mean_input) -> what the error adds to each output channel on average;
     # an op that defines it, and uses `current_bias`, gets bias correction
     output_shift: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -99,7 +106,12 @@ class QuantOpr(Opr):
         return self.op(*self.quantize_first(args, kwargs), **kwargs)
 
     def quantized_input(self, x: Any) -> Any:
-        return x if self.input_quantizer is None else self.input_quantizer(x)
+        """`x` on the grid; the tensors of a list share one."""
+        if self.input_quantizer is None:
+            return x
+        if type(x) in (list, tuple):
+            return type(x)(self.quantized_input(v) for v in x)
+        return self.input_quantizer(x)
 
     def quantized_weight(self) -> Tensor:
         return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
@@ -108,11 +120,8 @@ class QuantOpr(Opr):
         """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
         if args:
             return (self.quantized_input(args[0]), *args[1:])
-        key = (
-            "input"
-            if "input" in kwargs
-            else next((k for k, v in kwargs.items() if isinstance(v, Tensor)), None)
-        )
+        found = (k for k, v in kwargs.items() if k == "tensors" or isinstance(v, Tensor))
+        key = self.input_name if self.input_name in kwargs else next(found, None)
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args
@@ -169,6 +178,8 @@ class QuantOpr(Opr):
 class MultipleInputsQuantOpr(Opr):
     """An operation on several tensors: it owns no quantizer; the graph gets a QIdentity before each input."""
 
+    operands: ClassVar[tuple[tuple[int, str], ...]] = ()  # (place, keyword) of the inputs; (): all of them
+
     def __init__(self, org_module: Any = None, config: Any = None):
         super().__init__(org_module, config)
         self.input_quantizer_generated = False
@@ -179,22 +190,46 @@ class MultipleInputsQuantOpr(Opr):
         return True
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
-        """Put a QIdentity before each input of `node`, one for a value used twice; returns how many."""
+        """Put a QIdentity before each operand of `node`, one for a value used twice; returns how many."""
         from sparsebit.quantization.modules.unary import QIdentity
 
-        inputs = inputs_of(node)
-        if len(inputs) < 2:
+        inputs = [value for value in self.operands_of(node) if not is_number(value, model)]
+        if len(inputs) < 2 and not self.operands:
             return 0  # x + 1: nothing to bring to a common grid
+        args, kwargs = node.args, node.kwargs
         values = list(dict.fromkeys(inputs))
         for i, arg in enumerate(values):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
             call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
+        if self.operands:  # a value that is also the bias stays float there
+            chosen = {key for operand in self.operands for key in operand}
+            node.args = tuple(
+                new if i in chosen else old for i, (new, old) in enumerate(zip(node.args, args))
+            )
+            node.kwargs = {k: v if k in chosen else kwargs[k] for k, v in node.kwargs.items()}
         self.input_quantizer_generated = True
         return len(values)
+
+    def operands_of(self, node: fx.Node) -> list[fx.Node]:
+        """The inputs that are quantized; `node` itself tells which arguments of the call they are."""
+        if not self.operands:
+            return inputs_of(node)
+        found = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in self.operands)
+        return [value for value in found if isinstance(value, fx.Node)]
 
     @property
     def apply_input_quant(self) -> bool:
         return self.input_quantizer_generated
+
+
+def is_number(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+    """Is the value a size, or computed from sizes alone? False where that is not known."""
+    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, Value) or not isinstance(module, Opr):
+        return isinstance(module, Value)
+    is_operator = getattr(module.__dict__.get("op"), "__module__", "") == "_operator"
+    inputs = node.all_input_nodes
+    return is_operator and depth > 0 and all(is_number(value, gm, depth - 1) for value in inputs)
 
 
 @contextmanager
@@ -222,5 +257,21 @@ def define(name: str, kind: type[Opr], *sources: Any, doc: str = "") -> Any:
     return register_qmodule(dict.fromkeys(ops))(cls)
 
 
+def spelled(names: str) -> list[Any]:
+    """Every function that torch, Tensor, F, torch.special, torch.linalg, torch.fft and operator have under `names`."""
+    found = (getattr(space, name, None) for name in names.split() for space in NAMESPACES)
+    return [function for function in found if callable(function)]
+
+
+class Method:
+    """A method by its name: what a graph calls need not be a Tensor."""
+
+    def __init__(self, name: str):
+        self.__name__ = name
+
+    def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, self.__name__)(*args, **kwargs)
+
+
 def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    return getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    return Method(node.target) if isinstance(node.target, str) else node.target

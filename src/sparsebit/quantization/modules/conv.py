@@ -1,19 +1,26 @@
-"""Convolutions: weight and input are quantized, then torch's own convolution runs with all of its options."""
+"""Convolutions of one to three dimensions: weight and input are quantized, then torch's own convolution runs with
+all of its options. A convolution whose weight is computed in the graph has quantizers in front of both."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
+from sparsebit.quantization.modules.base import (
+    MultipleInputsQuantOpr,
+    QuantOpr,
+    define,
+    register_qmodule,
+    spelled,
+)
 
 
-@register_qmodule(sources=[nn.Conv2d])
-class QConv2d(QuantOpr, nn.Conv2d):
-    input_axis = -3
+class _Conv(QuantOpr):
+    _conv_forward: Callable[..., Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight = self.quantized_input(input), self.quantized_weight()
@@ -24,23 +31,70 @@ class QConv2d(QuantOpr, nn.Conv2d):
         return torch.einsum("goi,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()
 
 
-@register_qmodule(sources=[nn.ConvTranspose2d])
-class QConvTranspose2d(QuantOpr, nn.ConvTranspose2d):
-    weight_axis = 1  # (in, out / groups, kH, kW)
+@register_qmodule(sources=[nn.Conv1d])
+class QConv1d(_Conv, nn.Conv1d):
+    input_axis = -2
+
+
+@register_qmodule(sources=[nn.Conv2d])
+class QConv2d(_Conv, nn.Conv2d):
     input_axis = -3
+
+
+@register_qmodule(sources=[nn.Conv3d])
+class QConv3d(_Conv, nn.Conv3d):
+    input_axis = -4
+
+
+class _ConvTranspose(QuantOpr):
+    weight_axis = 1  # (in, out / groups, *kernel)
+    function: Callable[..., Tensor]
+    stride: Any
+    padding: Any
+    kernel_size: Any
+    dilation: Any
+    _output_padding: Callable[..., Any]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         x, weight = self.quantized_input(input), self.quantized_weight()
-        padding: Any = self.padding
-        sizes: list[Any] = [self.stride, padding, self.kernel_size, 2, self.dilation]
-        output_padding: Any = self._output_padding(x, output_size, *sizes)
-        return nn.functional.conv_transpose2d(
-            x, weight, self.current_bias, self.stride, padding, output_padding, self.groups, self.dilation
+        sizes = (self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation)
+        extra = self._output_padding(x, output_size, *sizes)
+        return self.function(
+            x, weight, self.current_bias, self.stride, self.padding, extra, self.groups, self.dilation
         )
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
-        taps, groups = (
-            error.flatten(2).sum(2) / math.prod(self.stride),
-            self.groups,
-        )  # a stride spreads the taps
+        # a stride spreads the taps
+        taps, groups = error.flatten(2).sum(2) / math.prod(self.stride), self.groups
         return torch.einsum("gio,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()
+
+
+@register_qmodule(sources=[nn.ConvTranspose1d])
+class QConvTranspose1d(_ConvTranspose, nn.ConvTranspose1d):
+    input_axis = -2
+    function = staticmethod(nn.functional.conv_transpose1d)
+
+
+@register_qmodule(sources=[nn.ConvTranspose2d])
+class QConvTranspose2d(_ConvTranspose, nn.ConvTranspose2d):
+    input_axis = -3
+    function = staticmethod(nn.functional.conv_transpose2d)
+
+
+@register_qmodule(sources=[nn.ConvTranspose3d])
+class QConvTranspose3d(_ConvTranspose, nn.ConvTranspose3d):
+    input_axis = -4
+    function = staticmethod(nn.functional.conv_transpose3d)
+
+
+class ComputedWeight(MultipleInputsQuantOpr):
+    """A layer as a function whose weight is a value of the graph: that and the input are quantized, no bias is."""
+
+    operands = ((0, "input"), (1, "weight"))
+
+
+ConvFunction = define(
+    "ConvFunction",
+    ComputedWeight,
+    *spelled("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc convolution"),
+)

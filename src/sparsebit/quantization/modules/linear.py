@@ -1,10 +1,20 @@
-"""Linear: weight and input are quantized."""
+"""Linear and Bilinear: the weight and every input are quantized."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
+from sparsebit.quantization.modules.base import (
+    MultipleInputsQuantOpr,
+    QuantOpr,
+    define,
+    register_qmodule,
+    spelled,
+)
+from sparsebit.quantization.modules.conv import ComputedWeight
+from sparsebit.quantization.modules.unary import QIdentity
 
 
 @register_qmodule(sources=[nn.Linear])
@@ -17,3 +27,27 @@ class QLinear(QuantOpr, nn.Linear):
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
         return error @ mean
+
+
+@register_qmodule(sources=[nn.Bilinear])
+class QBilinear(QuantOpr, nn.Bilinear):
+    """Each of the two inputs has a grid of its own; `second` carries that of `input2`."""
+
+    input_axis = -1
+    input_name = "input1"
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        self.second = QIdentity()
+
+    def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
+        x, y = self.quantized_input(input1), self.second(input2)
+        return nn.functional.bilinear(x, y, self.quantized_weight(), self.bias)
+
+
+class _Bilinear(MultipleInputsQuantOpr):
+    operands = ((0, "input1"), (1, "input2"), (2, "weight"))
+
+
+LinearFunction = define("LinearFunction", ComputedWeight, *spelled("linear"))
+BilinearFunction = define("BilinearFunction", _Bilinear, *spelled("bilinear"))

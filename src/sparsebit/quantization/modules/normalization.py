@@ -1,10 +1,13 @@
-"""Normalisations. A BatchNorm is folded into the op before it, or stays float; a LayerNorm quantizes its input."""
+"""Normalisations. A BatchNorm is folded into the op before it, or stays float; the others compute their statistics
+from the input, which is quantized."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import Opr, QuantOpr, register_qmodule
+from sparsebit.quantization.modules.base import Opr, QuantOpr, define, register_qmodule, spelled
 
 
 @register_qmodule(sources=[nn.BatchNorm2d])
@@ -21,9 +24,62 @@ class QBatchNorm1d(Opr, nn.BatchNorm1d):
         return nn.BatchNorm1d.forward(self, input)
 
 
-@register_qmodule(sources=[nn.LayerNorm])
-class QLayerNorm(QuantOpr, nn.LayerNorm):
-    quantize_weight = False
-
+@register_qmodule(sources=[nn.BatchNorm3d])
+class QBatchNorm3d(Opr, nn.BatchNorm3d):
     def forward(self, input: Tensor) -> Tensor:
-        return nn.LayerNorm.forward(self, self.quantized_input(input))
+        return nn.BatchNorm3d.forward(self, input)
+
+
+@register_qmodule(sources=[nn.SyncBatchNorm])
+class QSyncBatchNorm(Opr, nn.SyncBatchNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.SyncBatchNorm.forward(self, input)
+
+
+class _Norm(QuantOpr):
+    """A module that is taken over, or a function with the weight among its arguments."""
+
+    quantize_weight = False  # one factor per channel
+    original: ClassVar[type[nn.Module]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args = self.quantize_first(args, kwargs)
+        function = self.__dict__.get("op")
+        return function(*args, **kwargs) if function else self.original.forward(self, *args, **kwargs)
+
+
+@register_qmodule(sources=[nn.LayerNorm, *spelled("layer_norm native_layer_norm")])
+class QLayerNorm(_Norm, nn.LayerNorm):
+    original = nn.LayerNorm
+
+
+@register_qmodule(sources=[nn.RMSNorm, *spelled("rms_norm")])
+class QRMSNorm(_Norm, nn.RMSNorm):
+    original = nn.RMSNorm
+
+
+@register_qmodule(sources=[nn.GroupNorm, *spelled("group_norm native_group_norm")])
+class QGroupNorm(_Norm, nn.GroupNorm):
+    original = nn.GroupNorm
+
+
+@register_qmodule(sources=[nn.InstanceNorm1d])
+class QInstanceNorm1d(_Norm, nn.InstanceNorm1d):
+    original = nn.InstanceNorm1d
+
+
+@register_qmodule(sources=[nn.InstanceNorm2d])
+class QInstanceNorm2d(_Norm, nn.InstanceNorm2d):
+    original = nn.InstanceNorm2d
+
+
+@register_qmodule(sources=[nn.InstanceNorm3d])
+class QInstanceNorm3d(_Norm, nn.InstanceNorm3d):
+    original = nn.InstanceNorm3d
+
+
+QInstanceNorm = define("QInstanceNorm", QuantOpr, *spelled("instance_norm"))
+QLocalResponseNorm = define(
+    "QLocalResponseNorm", QuantOpr, nn.LocalResponseNorm, nn.CrossMapLRN2d, *spelled("local_response_norm")
+)
+BatchNormFunction = define("BatchNormFunction", Opr, *spelled("batch_norm native_batch_norm"))

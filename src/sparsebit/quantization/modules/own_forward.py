@@ -6,12 +6,14 @@ the place of the weight.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
 
 from sparsebit.quantization.modules.base import QMODULE_MAP, QuantOpr, register_qmodule
+
+
+_MADE: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 class OwnForward(QuantOpr):
@@ -30,22 +32,26 @@ class OwnForward(QuantOpr):
             self._parameters["weight"] = weight
 
 
-@functools.cache
-def own_forward(cls: Any) -> type[nn.Module] | None:
+def own_forward(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The quantized form of `cls`, a class with a forward of its own below a known layer with a weight; or None."""
     known = next((QMODULE_MAP[base] for base in cls.__mro__[1:] if base in QMODULE_MAP), None)
     if known is None or not issubclass(known, QuantOpr) or not known.quantize_weight:
         return None
     if not issubclass(known, nn.Module) or not hasattr(known, "reset_parameters"):
         return None  # an activation: it has no weight
-    members = {
+    if cls not in _MADE:
+        _MADE[cls] = type(f"Q{cls.__name__}", (OwnForward, cls), _members(cls, known))
+    return _MADE[cls]
+
+
+def _members(cls: type[nn.Module], known: type[QuantOpr]) -> dict[str, Any]:
+    return {
         "users_class": cls,
         "weight_axis": known.weight_axis,
         "input_axis": known.input_axis,
         "quantize_input": known.quantize_input,
         "__doc__": OwnForward.__doc__,
     }
-    return type(f"Q{cls.__name__}", (OwnForward, cls), members)
 
 
 @register_qmodule(sources=["transformers.pytorch_utils.Conv1D"])

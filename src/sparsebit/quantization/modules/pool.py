@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from sparsebit.quantization.modules.base import Opr, QuantOpr, define
+from sparsebit.quantization.modules.base import Opr, QuantOpr, define, spelled
 
-QAvgPool2d = define("QAvgPool2d", QuantOpr, nn.AvgPool2d, F.avg_pool2d)
-QAdaptiveAvgPool2d = define("QAdaptiveAvgPool2d", QuantOpr, nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
-QMean = define("QMean", QuantOpr, torch.mean, "mean")
-MaxPool2d = define("MaxPool2d", Opr, nn.MaxPool2d, F.max_pool2d)
+QAvgPool1d = define("QAvgPool1d", QuantOpr, nn.AvgPool1d, *spelled("avg_pool1d"))
+QAvgPool2d = define("QAvgPool2d", QuantOpr, nn.AvgPool2d, *spelled("avg_pool2d"))
+QAvgPool3d = define("QAvgPool3d", QuantOpr, nn.AvgPool3d, *spelled("avg_pool3d"))
+QAdaptiveAvgPool1d = define(
+    "QAdaptiveAvgPool1d", QuantOpr, nn.AdaptiveAvgPool1d, *spelled("adaptive_avg_pool1d")
+)
+QAdaptiveAvgPool2d = define(
+    "QAdaptiveAvgPool2d", QuantOpr, nn.AdaptiveAvgPool2d, *spelled("adaptive_avg_pool2d")
+)
+QAdaptiveAvgPool3d = define(
+    "QAdaptiveAvgPool3d", QuantOpr, nn.AdaptiveAvgPool3d, *spelled("adaptive_avg_pool3d")
+)
+QLPPool = define(
+    "QLPPool", QuantOpr, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, *spelled("lp_pool1d lp_pool2d lp_pool3d")
+)
+QMean = define("QMean", QuantOpr, *spelled("mean"))
+
+MaxPool1d = define("MaxPool1d", Opr, nn.MaxPool1d, *spelled("max_pool1d max_pool1d_with_indices"))
+MaxPool2d = define("MaxPool2d", Opr, nn.MaxPool2d, *spelled("max_pool2d max_pool2d_with_indices"))
+MaxPool3d = define("MaxPool3d", Opr, nn.MaxPool3d, *spelled("max_pool3d max_pool3d_with_indices"))
+AdaptiveMaxPool = define(
+    "AdaptiveMaxPool",
+    Opr,
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *spelled("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
+    *spelled(
+        "adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices"
+    ),
+)
+FractionalMaxPool = define(
+    "FractionalMaxPool",
+    Opr,
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+    *spelled("fractional_max_pool2d fractional_max_pool3d"),
+    *spelled("fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"),
+)
+MaxUnpool = define(
+    "MaxUnpool",
+    Opr,
+    *(nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d),
+    *spelled("max_unpool1d max_unpool2d max_unpool3d"),
+)

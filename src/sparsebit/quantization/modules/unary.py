@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
-from sparsebit.quantization.modules.base import Opr, QuantOpr, define, register_qmodule
+from sparsebit.quantization.modules.base import Opr, QuantOpr, Value, define, register_qmodule, spelled
 
 
 @register_qmodule(sources=[nn.Identity])
@@ -19,8 +17,28 @@ class QIdentity(QuantOpr):
         return self.quantized_input(x_in)
 
 
-Dropout = define("Dropout", Opr, nn.Dropout, F.dropout)
-Clone = define("Clone", Opr, torch.clone, "clone")
-Contiguous = define("Contiguous", Opr, "contiguous")
-Detach = define("Detach", Opr, torch.detach, "detach")
-Where = define("Where", Opr, torch.where, "where")
+Dropout = define(
+    "Dropout",
+    Opr,
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *spelled("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"),
+)
+Clone = define("Clone", Opr, *spelled("clone"))
+Contiguous = define("Contiguous", Opr, *spelled("contiguous"))
+Detach = define("Detach", Opr, *spelled("detach"))
+Cast = define(
+    "Cast",
+    Opr,
+    *spelled(
+        "to type type_as float half double bfloat16 int long short char byte bool cfloat cdouble cpu cuda"
+    ),
+    doc="Another dtype or device.",
+)
+Query = define(
+    "Query",
+    Value,
+    *spelled(
+        "item tolist is_contiguous is_floating_point is_complex is_signed is_same_size get_device is_inference"
+    ),
+    doc="What a tensor is, as a Python value.",
+)

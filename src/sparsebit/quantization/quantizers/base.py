@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from sparsebit.config import Config
-from sparsebit.errors import CalibrationError, NotReadyError
+from sparsebit.errors import CalibrationError
 from sparsebit.numeric import QParams, QuantSpec, fake_quantize, minmax_from_qparams
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
@@ -67,6 +67,7 @@ class Quantizer(nn.Module):
         self.backend = Backend.VIRTUAL
         self.reuse: Reuse | None = None
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
+        self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
         self.unused = False  # calibration showed it no float data: pass values through until the next one
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -74,6 +75,15 @@ class Quantizer(nn.Module):
         """Values of `x` on the grid. The default is plain fake quantization."""
         inplace = self.reuse is not None and self.reuse.allows(x)
         return fake_quantize(x, QParams(scale, zero_point), self.spec, inplace)
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What happens to a value before it is rounded; an export takes it along."""
+        return x
+
+    def current_qparams(self) -> QParams:
+        """The grid as it is now, as plain values."""
+        scale, zero_point = self._qparams_preprocess(torch.zeros(1, device=self.scale.device))
+        return QParams(scale.detach().clone(), zero_point.detach().round())
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point for this call; quantizers that learn them clean them up here."""
@@ -88,8 +98,8 @@ class Quantizer(nn.Module):
         if self.mode is Mode.OBSERVE:
             self.update_observer(x)
             return x
-        if self.mode is Mode.EXPORT:
-            raise NotReadyError("ONNX export of quantized models comes with a later release")
+        if self.mode is Mode.EXPORT and self.on_export is not None:
+            return self.on_export(self, x)
         return self._forward(x, *self._qparams_preprocess(x))
 
     # -- calibration ---------------------------------------------------------------------------------

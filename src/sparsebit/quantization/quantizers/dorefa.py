@@ -15,18 +15,17 @@ from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 class DoReFaQuantizer(BaseQuantizer):
     TYPE = "dorefa"
 
-    @staticmethod
-    def _squash(x: Tensor) -> Tensor:
+    def transform(self, x: Tensor) -> Tensor:
         if not x.numel():
             return x
         y = x.tanh()
         return y / y.abs().amax().clamp_min(1e-12)
 
     def update_observer(self, x: Tensor) -> None:
-        super().update_observer(self._squash(x))
+        super().update_observer(self.transform(x))
 
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        return super()._forward(self._squash(x), scale, zero_point)
+        return super()._forward(self.transform(x), scale, zero_point)
 
 
 Quantizer = DoReFaQuantizer

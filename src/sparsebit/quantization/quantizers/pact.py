@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparsebit.config import Config
 from sparsebit.errors import ConfigError
-from sparsebit.numeric import fake_quantize, qparams_from_minmax
+from sparsebit.numeric import QParams, fake_quantize, qparams_from_minmax
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
@@ -38,10 +38,17 @@ class PACTQuantizer(BaseQuantizer):
 
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Clip to [-alpha or 0, alpha] (where alpha gets its gradient), then round on the grid of that range."""
-        alpha = self.alpha.abs()
-        low = -alpha if self._signed() else torch.zeros_like(alpha)
+        low, alpha = self._range()
         clipped = torch.minimum(torch.maximum(x, low), alpha)
         return fake_quantize(clipped, qparams_from_minmax(low, alpha, self.spec), self.spec)
+
+    def current_qparams(self) -> QParams:
+        found = qparams_from_minmax(*self._range(), self.spec)
+        return QParams(found.scale.detach(), found.zero_point.detach())
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        alpha = self.alpha.abs()
+        return -alpha if self._signed() else torch.zeros_like(alpha), alpha
 
     def _signed(self) -> bool:
         return self.is_symmetric or bool((self.zero_point > self.spec.qmin).any())

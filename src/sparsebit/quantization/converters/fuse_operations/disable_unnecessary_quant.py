@@ -10,24 +10,47 @@ from torch import fx
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.modules.activations import (
+    QCELU,
+    QELU,
     QGELU,
+    QSELU,
     QHardSigmoid,
+    QHardSwish,
+    QHardTanh,
     QLeakyReLU,
     QMish,
+    QPReLU,
     QReLU,
     QReLU6,
     QSigmoid,
     QSiLU,
+    QSoftplus,
+    QThreshold,
 )
-from sparsebit.quantization.modules.conv import QConv2d, QConvTranspose2d
-from sparsebit.quantization.modules.linear import QLinear
+from sparsebit.quantization.modules.conv import (
+    QConv1d,
+    QConv2d,
+    QConv3d,
+    QConvTranspose1d,
+    QConvTranspose2d,
+    QConvTranspose3d,
+)
+from sparsebit.quantization.modules.linear import QBilinear, QLinear
 from sparsebit.quantization.modules.math import QAdd
-from sparsebit.quantization.modules.normalization import QBatchNorm1d, QBatchNorm2d
+from sparsebit.quantization.modules.normalization import (
+    QBatchNorm1d,
+    QBatchNorm2d,
+    QBatchNorm3d,
+    QSyncBatchNorm,
+)
 
-SMOOTH = (QSigmoid, QLeakyReLU, QMish, QSiLU, QHardSigmoid)
+CONVS = (QConv1d, QConv2d, QConv3d, QConvTranspose1d, QConvTranspose2d, QConvTranspose3d)
+BATCH_NORMS = (QBatchNorm1d, QBatchNorm2d, QBatchNorm3d, QSyncBatchNorm)
+CLIPS = (QReLU, QReLU6, QHardTanh, QThreshold)
+SMOOTH = (QSigmoid, QLeakyReLU, QMish, QSiLU, QHardSigmoid, QHardSwish, QPReLU, QELU, QSELU, QCELU, QSoftplus)
 FOLLOWERS: dict[tuple[Any, ...], tuple[Any, ...]] = {  # producers -> activations computed with them
-    (QConv2d, QConvTranspose2d, QBatchNorm2d, QBatchNorm1d): (QReLU, QReLU6, *SMOOTH),
-    (QLinear,): (QReLU, QReLU6, *SMOOTH, QGELU),
+    (*CONVS, *BATCH_NORMS): (*CLIPS, *SMOOTH),
+    (QLinear, QBilinear): (*CLIPS, *SMOOTH, QGELU),
     (QAdd,): (QReLU, QReLU6),
 }
 
@@ -43,7 +66,7 @@ def _absorb(m: Match) -> fx.Node | None:
 RULES = [
     Rule(
         "disable_unnecessary_quant",
-        Pat(followers, Pat(producers, shared=True), name="follower"),
+        Pat(followers, Pat(producers, shared=True), ..., name="follower"),
         _absorb,
     )
     for producers, followers in FOLLOWERS.items()

@@ -1,4 +1,4 @@
-"""fuse_bn: fold a BatchNorm into the convolution before it.
+"""fuse_bn: fold a BatchNorm into the convolution or linear layer before it.
 
 w' = w * gamma / sqrt(var + eps)        b' = (b - mean) * gamma / sqrt(var + eps) + beta
 """
@@ -10,14 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import module_calls
+from sparsebit.graph.ops import module_calls, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
+from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import CLIPS, SMOOTH
+from sparsebit.quantization.modules.activations import QGELU
 from sparsebit.quantization.modules.base import QuantOpr
-from sparsebit.quantization.modules.conv import QConv2d, QConvTranspose2d
-from sparsebit.quantization.modules.normalization import QBatchNorm2d
+from sparsebit.quantization.modules.conv import (
+    QConv1d,
+    QConv2d,
+    QConv3d,
+    QConvTranspose1d,
+    QConvTranspose2d,
+    QConvTranspose3d,
+)
+from sparsebit.quantization.modules.linear import QLinear
+from sparsebit.quantization.modules.normalization import (
+    QBatchNorm1d,
+    QBatchNorm2d,
+    QBatchNorm3d,
+    QSyncBatchNorm,
+)
+from sparsebit.quantization.modules.shape import Flatten, Reshape
+from sparsebit.quantization.modules.unary import Dropout
 
-CONV_BN = Pat(QBatchNorm2d, Pat((QConv2d, QConvTranspose2d), name="conv"), name="bn")
+LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # what each BatchNorm can be folded into
+    QBatchNorm1d: (QConv1d, QConvTranspose1d, QLinear),
+    QBatchNorm2d: (QConv2d, QConvTranspose2d),
+    QBatchNorm3d: (QConv3d, QConvTranspose3d),
+    QSyncBatchNorm: (QConv1d, QConv2d, QConv3d, QConvTranspose1d, QConvTranspose2d, QConvTranspose3d),
+}
 
 
 @graph_pass(
@@ -29,18 +51,52 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
     def fold(m: Match) -> fx.Node | None:
         conv, bn = m.module("conv"), m.module("bn")
         if calls[str(m["conv"].target)] > 1 or calls[str(m["bn"].target)] > 1:
-            return m.decline("the convolution or the BatchNorm is called more than once")
+            return m.decline("the layer or the BatchNorm is called more than once")
         if bn.running_var is None:
             return m.decline("the BatchNorm has no running statistics (track_running_stats=False)")
+        if isinstance(conv, QLinear) and rank_of(m["conv"], gm) != 2:
+            return m.decline("the linear layer may have tokens: their axis is the BatchNorm's channel axis")
+        if conv.weight.shape[conv.weight_axis] * (conv.groups if conv.weight_axis else 1) != bn.num_features:
+            return m.decline("the BatchNorm does not work on the layer's channels")
         fold_into(conv, bn)
         gm.__dict__[f"{m['conv'].name}_bn"] = conv  # the original's name for a folded layer
         return m["conv"]
 
-    return Rule("fuse_bn", CONV_BN, fold).apply(gm)
+    rules = (
+        Rule("fuse_bn", Pat(bn, Pat(layers, name="conv"), name="bn"), fold) for bn, layers in LAYERS.items()
+    )
+    return sum(rule.apply(gm) for rule in rules)
+
+
+def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:
+    """How many dimensions the value of `node` has, where an example or the ops before it tell; else None."""
+    known = node.meta.get("tensor_meta", node.meta.get("val"))
+    if known is not None and hasattr(known, "shape"):
+        return len(known.shape)
+    module = module_of(node, gm) if node.op == "call_module" else None
+    if isinstance(module, Flatten):
+        return 2 if _flattened(node, module) == (1, -1) else None
+    if isinstance(module, Reshape):
+        sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
+        return len(sizes) if isinstance(sizes, (tuple, list)) and sizes else None
+    if isinstance(module, (QLinear, QBatchNorm1d, Dropout, *CLIPS, *SMOOTH, QGELU)) and node.all_input_nodes:
+        return rank_of(node.all_input_nodes[0], gm)
+    return None
+
+
+def _flattened(node: fx.Node, module: Any) -> tuple[Any, Any]:
+    """The first and the last dimension that become one."""
+    if isinstance(module.op, nn.Flatten):
+        return module.op.start_dim, module.op.end_dim
+    start, end = (*node.args[1:], None, None)[:2]
+    return (
+        node.kwargs.get("start_dim", 0) if start is None else start,
+        node.kwargs.get("end_dim", -1) if end is None else end,
+    )
 
 
 @torch.no_grad()
-def fold_into(conv: QuantOpr, bn: nn.BatchNorm2d) -> None:
+def fold_into(conv: QuantOpr, bn: Any) -> None:
     """Change `conv` so that it computes bn(conv(x))."""
     gamma, shift = affine_of(bn)
     weight = conv.weight
@@ -59,7 +115,7 @@ def fold_into(conv: QuantOpr, bn: nn.BatchNorm2d) -> None:
     conv.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 
 
-def affine_of(bn: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+def affine_of(bn: Any) -> tuple[Tensor, Tensor]:
     """A BatchNorm in eval mode is `x * gamma + shift`; in float64, so that folding costs no precision."""
     assert bn.running_var is not None and bn.running_mean is not None
     gamma = (bn.running_var.double() + bn.eps).rsqrt()

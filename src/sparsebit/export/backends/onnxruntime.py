@@ -1,0 +1,41 @@
+"""onnxruntime: every rewrite here gives the same numbers and lets its optimiser find the integer kernels.
+
+A kernel is integer when the op stands between DequantizeLinear and QuantizeLinear: so equal quantizers of one
+value become one, a quantizer behind an op that only moves values also stands in front of it, and ReLUs become part
+of the quantizer behind them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsebit.export.backends.base import BACKENDS, Backend, Problem
+from sparsebit.export.marks import Mark, Marks
+
+
+@BACKENDS.register()
+class OnnxruntimeBackend(Backend):
+    TYPE = "onnxruntime"
+
+    def problems(self, mark: Mark) -> list[Problem]:
+        if mark.spec.bits > 8 and mark.is_weight:
+            reason = f"onnxruntime has no kernels for weights of {mark.spec.bits} bits"
+            return [Problem(mark.name, reason, "W.QUANTIZER.BIT: 8, or export with backend='virtual'")]
+        return []
+
+    def lower(self, model: Any, marks: Marks) -> Any:
+        from sparsebit.export import rewrites
+        from sparsebit.export.bias import integer_bias
+        from sparsebit.export.clips import absorb_clips
+        from sparsebit.export.qdq import lower_marks
+
+        rewrites.mean_to_pool(model)
+        aliases = rewrites.merge_equal(model, marks)
+        rewrites.hoist(model, marks)
+        absorb_clips(model, marks)
+        aliases |= rewrites.merge_equal(model, marks)
+        lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
+        integer_bias(model, marks, lowered)
+        rewrites.keep_apart(model)
+        lowered.add_aliases(aliases)
+        return lowered

@@ -1,0 +1,70 @@
+"""tensorrt: symmetric int8 with zero point 0; what its parser refuses is refused here, with the reason.
+
+Weights are int8 per tensor or per output channel, or int4 in blocks for matrix products; activations are int8 per
+tensor; a bias stays float.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsebit.errors import ExportError
+from sparsebit.export.backends.base import BACKENDS, Backend, Problem
+from sparsebit.export.marks import DOMAIN, Mark, Marks
+
+PRESET = "start from the preset w8a8-tensorrt"
+
+
+@BACKENDS.register()
+class TensorrtBackend(Backend):
+    TYPE = "tensorrt"
+
+    def problems(self, mark: Mark) -> list[Problem]:
+        letter = "W" if mark.is_weight else "A"
+        found = []
+        if not mark.spec.symmetric:
+            scheme = "per-channel-symmetric" if mark.is_weight else "per-tensor-symmetric"
+            found.append(
+                Problem(
+                    mark.name,
+                    "TensorRT has no zero point and no uint8",
+                    f"{letter}.QSCHEME: {scheme}, or {PRESET}",
+                )
+            )
+        elif bool((mark.qparams.zero_point != 0).any()):
+            found.append(Problem(mark.name, "its zero point is not 0", f"calibrate again, or {PRESET}"))
+        if not mark.is_weight and mark.qparams.scale.numel() > 1:
+            reason = "TensorRT takes one scale per activation tensor"
+            found.append(Problem(mark.name, reason, "A.QSCHEME: per-tensor-symmetric"))
+        if mark.spec.bits != 8:
+            kind = "weights of this kind" if mark.is_weight else "activations"
+            reason = f"TensorRT has no {mark.spec.bits}-bit {kind}"
+            fix = f"{letter}.QUANTIZER.BIT: 8 (4-bit weights only for Linear, in groups of 64 or 128)"
+            found.append(Problem(mark.name, reason, fix))
+        return found
+
+    def lower(self, model: Any, marks: Marks) -> Any:
+        from sparsebit.export import rewrites
+        from sparsebit.export.qdq import lower_marks
+
+        aliases = rewrites.merge_equal(model, marks)
+        _refuse_half_quantized_adds(model)
+        lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
+        lowered.add_aliases(aliases)
+        return lowered
+
+
+def _refuse_half_quantized_adds(model: Any) -> None:
+    """A residual Add runs in int8 only when both of its inputs are quantized."""
+    from sparsebit.export.graph_edit import array_of
+    from sparsebit.export.why_float import where
+
+    for node in model.graph:
+        if node.op_type != "Add" or any(array_of(v) is not None for v in node.inputs):
+            continue
+        marked = [v.producer() is not None and v.producer().domain == DOMAIN for v in node.inputs]
+        if any(marked) and not all(marked):
+            raise ExportError(
+                f"{where(node)}: one input of its Add is quantized, the other is not; TensorRT would add them in float"
+                f"\n  fix: A.QADD.ENABLE_QUANT: true"
+            )

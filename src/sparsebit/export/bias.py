@@ -1,0 +1,68 @@
+"""The bias of a layer with quantized input and weight: int32, on the grid of their product, as integer kernels add it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sparsebit.export.graph_edit import array_of, constant, insert
+from sparsebit.export.lowered import BIAS_OF, Lowered
+from sparsebit.export.marks import Mark, Marks
+from sparsebit.export.types import container_bits
+
+Array = np.ndarray[Any, Any]
+WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")  # input, weight, bias
+
+
+def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
+    owner = {site.after: site.name for site in lowered.sites}
+    calls: dict[str, list[tuple[ir.Node, Array | None, Array]]] = {}
+    for node in model.graph:
+        if node.op_type not in WITH_BIAS or len(node.inputs) < 3 or node.inputs[2] is None:
+            continue
+        x, w = (owner.get(v.name or "") if v is not None else None for v in node.inputs[:2])
+        bias = array_of(node.inputs[2])
+        if w is not None and bias is not None:
+            step = None if x is None else _step(node, marks[x], marks[w], bias)
+            calls.setdefault(w, []).append((node, step, bias))
+    for name, found in calls.items():
+        _, step, bias = found[0]
+        if step is None or any(s is None or not np.array_equal(s, step) for _, s, _ in found):
+            continue  # called with inputs on different grids: no bias fits all of them
+        codes = np.rint(bias.astype(np.float64) / step)
+        if np.abs(codes).max(initial=0) < 2**31:
+            lowered.bias[name] = codes.astype(np.float32) * step
+            _store(model.graph, [node for node, _, _ in found], name, codes.astype(np.int32), step)
+
+
+def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
+    """scale of the input * scale of the weight, per output channel; float32, as the runtime multiplies them."""
+    if x.is_weight or not w.is_weight or x.qparams.scale.numel() != 1 or bias.dtype != np.float32:
+        return None
+    if (container_bits(x), container_bits(w)) != (8, 8) or bias.ndim != 1:
+        return None  # no integer kernel: a rounded bias would only cost accuracy
+    step: Array = (
+        x.qparams.scale.detach().cpu().float().numpy() * w.qparams.scale.detach().cpu().float().numpy()
+    )
+    groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    if step.size == 1:
+        return step.reshape(())
+    if step.size * groups == bias.size:  # a grouped transposed convolution: the groups share their scales
+        step = np.tile(step, groups)
+    return step if step.size == bias.size else None
+
+
+def _store(graph: ir.Graph, nodes: list[ir.Node], name: str, codes: Array, step: Array) -> None:
+    stem = name.removesuffix("weight_quantizer") + "bias"
+    zero = np.zeros(step.shape, np.int32)
+    parts = (("codes", codes), ("scale", step), ("zero_point", zero))
+    values = [constant(graph, f"{stem}/{what}", array) for what, array in parts]
+    out = insert(nodes[0], "DequantizeLinear", values, f"{stem}/DQ", {"axis": 0} if step.ndim else {})
+    out.type = ir.TensorType(ir.DataType.FLOAT)
+    made = out.producer()
+    assert made is not None
+    made.metadata_props[BIAS_OF] = name
+    for node in nodes:
+        node.replace_input_with(2, out)

@@ -1,0 +1,205 @@
+"""The certificate: the file is run and compared with the model that was measured.
+
+(a) locally, optimisation off: every quantizer's codes from the runtime's own input to it, and every op between
+    two quantizers recomputed in torch from the runtime's own values, so that a flipped code upstream can neither
+    hide nor fake an error; (b) end to end, as users run it; (c) the model's own noise floor: how far its output
+    moves when its input moves by 1e-5. (b) is judged against (c).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebit.export.marks import Mark
+from sparsebit.export.runtime import Array
+from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
+
+if TYPE_CHECKING:
+    from sparsebit.export.lowered import Site
+
+FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
+MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
+NOISE = 1e-5
+ABOVE_FLOOR, QUIET = 6.0, -40.0  # dB: what is worth a remark end to end, and what never is
+
+
+@dataclass
+class QuantizerCheck:
+    """One quantizer, over all calls and batches."""
+
+    name: str
+    codes: int = 0
+    wrong: int = 0  # other codes than the grid gives for the runtime's own input: must be 0
+    at_boundary: int = 0  # other codes than torch's own input gives: float rounding, must be rare
+    op_error: float = 0.0  # largest difference before rounding, as a share of the largest value
+
+    @property
+    def ok(self) -> bool:
+        return self.wrong == 0 and self.op_error <= FLOAT_ROUNDING
+
+    def compare(self, mark: Mark, mine: Tensor, before: Array, after: Array, site: Site) -> Tensor:
+        """`mine` is torch's input to the quantizer, `before` and `after` what the runtime had there.
+
+        Returns `after`: the next ops are checked on the runtime's own values.
+        """
+        theirs, result = torch.from_numpy(before.copy()).to(mine), torch.from_numpy(after.copy()).to(mine)
+        if theirs.shape != mine.shape or result.shape != mine.shape:
+            self.wrong += max(mine.numel(), 1)
+            self.op_error = float("inf")
+            return result if result.shape == mine.shape else mine
+        if site.clip != (None, None):
+            theirs = theirs.clamp(*site.clip)
+        code = lambda x: quantize_to_int(x.float(), mark.qparams, mark.spec)
+        stored = code(result)  # values on the grid: their codes are exact
+        self.codes += stored.numel()
+        self.wrong += int((code(theirs) != stored).sum())
+        self.at_boundary += int((code(mine) != stored).sum())
+        if mine.numel():
+            self.op_error = max(
+                self.op_error, self._op_error(mark, mine.float(), theirs.float(), site.hoisted)
+            )
+        return result
+
+    @staticmethod
+    def _op_error(mark: Mark, mine: Tensor, theirs: Tensor, hoisted: bool) -> float:
+        """How far the values before rounding are apart; what gets the lowest or the highest code may differ."""
+        axis = mark.spec.axis
+        half = broadcast(mark.qparams.scale, mine.dim(), axis).to(mine) / 2
+        low, high = (broadcast(v, mine.dim(), axis) for v in minmax_from_qparams(mark.qparams, mark.spec))
+        clamp = lambda x: torch.minimum(torch.maximum(x, low.to(x) + half), high.to(x) - half)
+        apart = (clamp(mine) - clamp(theirs)).abs()
+        if hoisted:  # theirs are on the grid already: half a step is due
+            apart = (apart - half * 1.0001).clamp_min(0)
+        apart = apart.masked_fill(mine.isnan() & theirs.isnan(), 0).nan_to_num(nan=float("inf"))
+        return float(apart.max()) / max(float(clamp(mine).abs().nan_to_num().max()), 1e-12)
+
+
+@dataclass
+class EndToEnd:
+    """Outputs of two runs of the same model on the same batches."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    largest: float = 0.0
+    labels: int = 0
+    labels_differ: int = 0
+
+    def add(self, expected: list[Array], got: list[Array]) -> None:
+        if [e.shape for e in expected] != [g.shape for g in got]:
+            self.noise = self.largest = float("inf")
+            return
+        for e, g in zip(expected, got):
+            apart = difference(e, g)
+            self.signal += float((np.nan_to_num(e, posinf=0, neginf=0).astype(np.float64) ** 2).sum())
+            self.noise += float((apart**2).sum())
+            self.largest = max(self.largest, float(apart.max(initial=0)))
+        if expected and expected[0].ndim >= 2 and expected[0].shape[-1] > 1:
+            a, b = expected[0].argmax(-1), got[0].argmax(-1)
+            self.labels += a.size
+            self.labels_differ += int((a != b).sum())
+
+    @property
+    def noise_db(self) -> float:
+        """Noise against signal: the lower the better; -inf is equal."""
+        if not self.noise:
+            return float("-inf")
+        return float(10 * np.log10(self.noise / self.signal)) if self.signal else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "noise_db": self.noise_db,
+            "largest_difference": self.largest,
+            "labels": self.labels,
+            "labels_differ": self.labels_differ,
+        }
+
+
+@dataclass
+class Certificate:
+    """What was compared, and whether it holds."""
+
+    quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
+    output_error: float = 0.0  # of the outputs in (a), as a share of the largest value
+    runtime: EndToEnd = field(default_factory=EndToEnd)  # (b)
+    floor: EndToEnd = field(default_factory=EndToEnd)  # (c)
+    order: list[str] = field(default_factory=list)
+
+    @property
+    def codes(self) -> int:
+        return sum(q.codes for q in self.quantizers.values())
+
+    @property
+    def at_boundary(self) -> int:
+        return sum(q.at_boundary for q in self.quantizers.values())
+
+    def remarks(self) -> list[str]:
+        """(b) judged against (c)."""
+        noise, floor = self.runtime.noise_db, self.floor.noise_db
+        if noise <= max(floor + ABOVE_FLOOR, QUIET):
+            return []
+        return [
+            f"optimised, the runtime is {noise:.0f} dB from the model, whose own noise floor is {floor:.0f} dB: "
+            f"its kernels compute something else on this machine, or more `batches` are needed to tell"
+        ]
+
+    def failures(self) -> list[str]:
+        """What does not hold, in the order of the graph: the first is where it starts."""
+        found = []
+        for name in self.order:
+            check = self.quantizers[name]
+            if check.wrong:
+                found.append(f"{name}: {check.wrong} of {check.codes} codes differ from the model's grid")
+            if check.op_error > FLOAT_ROUNDING:
+                found.append(f"{name}: its input is off by {check.op_error:.2g} of the largest value")
+        if self.output_error > FLOAT_ROUNDING:
+            found.append(f"the output is off by {self.output_error:.2g} of the largest value")
+        if self.codes and self.at_boundary > max(MOST_AT_BOUNDARY * self.codes, 2):
+            found.append(f"{self.at_boundary} of {self.codes} codes lie on another side of a boundary")
+        if not np.isfinite(self.runtime.noise):
+            found.append(
+                "with all optimisations on, the output has another shape, or values that are not finite"
+            )
+        return found
+
+
+def difference(a: Array, b: Array) -> Array:
+    """|a - b|; equal infinities and NaN in the same place are no difference, NaN in one of them is infinite."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a.astype(np.float64) - b)
+    apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+    return np.nan_to_num(apart, nan=np.inf)
+
+
+def check_output(expected: list[Array], got: list[Array]) -> float:
+    """The largest difference as a share of the largest value."""
+    if [e.shape for e in expected] != [g.shape for g in got]:
+        return float("inf")
+    worst = 0.0
+    for e, g in zip(expected, got):
+        if e.size:
+            finite = np.abs(np.nan_to_num(e, posinf=0, neginf=0)).max()
+            worst = max(worst, float(difference(e, g).max()) / max(float(finite), 1e-12))
+    return worst
+
+
+def disturbed(value: Any, seed: int = 0) -> Any:
+    """The same arguments, floats moved by noise of 1e-5 of their size."""
+    from torch.utils import _pytree as pytree
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        noise = torch.randn(x.shape, generator=generator).to(x)
+        return x + noise * NOISE * x.abs().max().clamp_min(1e-12)
+
+    return pytree.tree_map_only(Tensor, move, value)
+
+
+__all__ = ["Certificate", "EndToEnd", "QuantizerCheck", "check_output", "difference", "disturbed"]

@@ -1,0 +1,84 @@
+"""Small edits on an onnx_ir graph, and the few questions that lowering asks about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sparsebit.export.marks import DOMAIN, KEY, OP
+
+
+def is_mark(node: ir.Node | None) -> bool:
+    return node is not None and node.op_type == OP and node.domain == DOMAIN
+
+
+def marks_in(model: ir.Model) -> list[ir.Node]:
+    """The FakeQuant nodes, in the order of the graph."""
+    return [n for n in model.graph if is_mark(n)]
+
+
+def name_of(node: ir.Node) -> str:
+    return str(node.attributes[KEY].value)
+
+
+def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
+    """A new initializer."""
+    tensor = ir.tensor(np.asarray(array, order="C"), name=name)
+    value = ir.Value(
+        name=name, shape=ir.Shape(tensor.numpy().shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """The numbers of a constant value, or None."""
+    found = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if found is None else found.numpy()
+
+
+def insert(
+    before: ir.Node,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    name: str,
+    attributes: dict[str, Any] | None = None,
+) -> ir.Value:
+    """A new node in front of another; its single output, named like the node."""
+    node = ir.node(op, inputs, attributes=attributes or {}, name=name)
+    out, first = node.outputs[0], inputs[0]
+    out.name = f"{name}/out"
+    if first is not None:
+        out.type, out.shape = first.type, first.shape  # right for most; others set their own
+    assert before.graph is not None
+    before.graph.insert_before(before, [node])
+    return out
+
+
+def replace(node: ir.Node, value: ir.Value) -> None:
+    """Everybody who read the node's output reads `value`; the node goes, a graph output keeps its name."""
+    old, graph = node.outputs[0], node.graph
+    assert isinstance(graph, ir.Graph)
+    value.shape, value.type = value.shape or old.shape, value.type or old.type
+    old.replace_all_uses_with(value)
+    for i, out in enumerate(graph.outputs):
+        if out is old:
+            name, old.name = old.name, None
+            graph.outputs[i] = insert(node, "Identity", [value], f"{name}/end")
+            graph.outputs[i].name = name
+    graph.remove(node, safe=True)
+
+
+def readers(value: ir.Value) -> list[ir.Node]:
+    return [use.node for use in value.uses()]
+
+
+def made_by(value: ir.Value | None) -> ir.Node | None:
+    """The node that computes a value; looks through the one-input Sum of keep_apart."""
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type == "Sum" and len(node.inputs) == 1 and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node

@@ -1,0 +1,73 @@
+"""Lowered: where each quantizer went in a file, by name. It travels in the file, which can be checked again later."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from sparsebit.export.graph_edit import array_of
+
+BIAS_OF = "sparsebit.bias_of"  # written beside the bias of a layer: the name of its weight quantizer
+Clip = tuple[float | None, float | None]  # lower and upper bound
+
+
+@dataclass
+class Site:
+    """One place where a quantizer works in the file: the values before and after it."""
+
+    name: str
+    before: str  # "" for a weight
+    after: str
+    hoisted: bool = False  # the values before it are on the grid already: a copy of it stands further up
+    clip: Clip = (
+        None,
+        None,
+    )  # an activation that only clips, taken in: the values before it are not clipped yet
+
+
+@dataclass
+class Lowered:
+    """What lowering did, by quantizer name."""
+
+    sites: list[Site] = field(default_factory=list)
+    bias: dict[str, np.ndarray[Any, Any]] = field(
+        default_factory=dict
+    )  # weight quantizer -> what the file adds
+
+    def add_aliases(self, aliases: dict[str, str]) -> None:
+        """A quantizer that was merged into another works where that one does."""
+        where = {site.name: site for site in self.sites}
+        for name in aliases:
+            kept = aliases[name]
+            while kept in aliases:
+                kept = aliases[kept]
+            self.sites.append(replace(where[kept], name=name))
+
+    def by_name(self) -> dict[str, list[Site]]:
+        found: dict[str, list[Site]] = {}
+        for site in self.sites:
+            found.setdefault(site.name, []).append(site)
+        return found
+
+    def to_json(self) -> str:
+        return json.dumps([astuple(site) for site in self.sites], separators=(",", ":"))
+
+    @classmethod
+    def of_file(cls, model: ir.Model) -> Lowered:
+        """As `to_json` wrote it; the biases are read from the graph itself."""
+        known = json.loads(model.metadata_props["sparsebit.lowered"])
+        sites = [
+            Site(name, before, after, hoisted, (clip[0], clip[1]))
+            for name, before, after, hoisted, clip in known
+        ]
+        bias = {}
+        for node in model.graph:
+            if BIAS_OF in node.metadata_props:
+                codes, step = array_of(node.inputs[0]), array_of(node.inputs[1])
+                assert codes is not None and step is not None
+                bias[node.metadata_props[BIAS_OF]] = codes.astype(np.float32) * step
+        return cls(sites, bias)

@@ -1,0 +1,160 @@
+"""Rewrites around marks that keep every number, so that a runtime's optimiser finds its integer kernels."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import onnx_ir as ir
+
+from sparsebit.export.graph_edit import array_of, insert, is_mark, marks_in, name_of, readers, replace
+from sparsebit.export.marks import DOMAIN, KEY, OP, Mark, Marks
+
+# ops whose output values are values of their first input (Concat: of all inputs); a monotone grid commutes with them
+MOVERS = frozenset(
+    "MaxPool GlobalMaxPool Reshape Flatten Transpose Squeeze Unsqueeze Concat Slice Gather Expand Identity Split "
+    "DepthToSpace SpaceToDepth".split()
+)
+
+
+def merge_equal(model: ir.Model, marks: Marks) -> dict[str, str]:
+    """Quantizers with the same grid on the same value become one; returns {dropped name: kept name}."""
+    aliases: dict[str, str] = {}
+    same: dict[Any, list[ir.Node]] = defaultdict(list)
+    calls = Counter(name_of(node) for node in marks_in(model) if not _is_copy(node))
+    for node in marks_in(model):
+        mark = marks.get(name_of(node))
+        if mark is not None and not mark.is_weight and calls[mark.name] == 1:
+            clip = node.metadata_props.get("clip")
+            same[id(node.inputs[0]), clip, _grid(mark)].append(node)
+    for first, *others in same.values():
+        kept = next((node for node in (first, *others) if not _is_copy(node)), first)
+        if kept is not first:
+            assert kept.graph is not None
+            kept.graph.remove(kept)
+            first.graph.insert_before(first, [kept])  # type: ignore[union-attr]
+        for node in (first, *others):
+            if node is kept:
+                continue
+            if not _is_copy(node):
+                aliases[name_of(node)] = name_of(kept)
+            replace(node, kept.outputs[0])
+    return aliases
+
+
+def _is_copy(node: ir.Node) -> bool:
+    return "copy" in node.metadata_props
+
+
+def _grid(mark: Mark) -> Any:
+    params = (mark.qparams.scale, mark.qparams.zero_point)
+    return mark.spec, tuple(tuple(p.detach().flatten().tolist()) for p in params)
+
+
+def mean_to_pool(model: ir.Model) -> int:
+    """ReduceMean over height and width is GlobalAveragePool, which has an integer kernel."""
+    changed = 0
+    for node in list(model.graph):
+        x = node.inputs[0] if node.op_type == "ReduceMean" else None
+        axes = array_of(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
+        if x is None or axes is None or x.shape is None or len(x.shape) != 4:
+            continue
+        if sorted(int(a) % 4 for a in axes.flatten()) != [2, 3]:
+            continue
+        keep = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
+        pooled = insert(node, "GlobalAveragePool", [x], f"{node.name}/pool")
+        pooled.shape = ir.Shape([*x.shape[:2], 1, 1])
+        if not keep:
+            pooled = insert(node, "Flatten", [pooled], f"{node.name}/flatten", {"axis": 1})
+            pooled.shape = ir.Shape(x.shape[:2])
+        replace(node, pooled)
+        changed += 1
+    return changed
+
+
+def hoist(model: ir.Model, marks: Marks) -> int:
+    """Repeat a per-tensor quantizer in front of the moves before it: quantize(move(x)) = move(quantize(x))."""
+    added = 0
+    for node in reversed(marks_in(model)):
+        mark = marks.get(name_of(node))
+        if mark is not None and not mark.is_weight and mark.qparams.scale.numel() == 1:
+            added += _hoist_one(node)
+    return added
+
+
+def _hoist_one(node: ir.Node) -> int:
+    source = node.inputs[0]
+    mover = source.producer() if source is not None else None
+    if mover is None or mover.op_type not in MOVERS or mover.domain or not _only_same(source, node):
+        return 0
+    if len(mover.outputs) > 1 and not all(_only_same(out, node) for out in mover.outputs if readers(out)):
+        return 0  # Split: another quantizer, or none, reads the other pieces
+    added = 0
+    inputs = mover.inputs if mover.op_type == "Concat" else mover.inputs[:1]
+    for i, x in enumerate(inputs):
+        if x is None or array_of(x) is not None or is_mark(x.producer()):
+            continue
+        copy = ir.node(OP, [x], attributes={KEY: name_of(node)}, domain=DOMAIN, name=f"{node.name}/before{i}")
+        copy.outputs[0].shape, copy.outputs[0].type = x.shape, x.type
+        copy.metadata_props["copy"] = "1"
+        assert mover.graph is not None
+        mover.graph.insert_before(mover, [copy])
+        mover.replace_input_with(i, copy.outputs[0])
+        added += 1 + _hoist_one(copy)
+    if added:
+        node.metadata_props["hoisted"] = "1"
+    return added
+
+
+def _only_same(value: ir.Value | None, node: ir.Node) -> bool:
+    """Is every reader of the moved value this very quantizer?"""
+    assert value is not None
+    same = all(is_mark(u) and name_of(u) == name_of(node) for u in readers(value))
+    return same and not value.is_graph_output()
+
+
+def keep_apart(model: ir.Model) -> int:
+    """Stop fusions that would change numbers, or that onnxruntime 1.31 makes and then refuses to run, with a Sum of
+    one value:
+    - behind the weight of a convolution below 8 bits: it runs in float, but onnxruntime would round its bias all the
+      same, to the coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
+    - around an activation with a scale per channel: integer kernels take one scale per activation.
+    """
+    changed = 0
+    for node in list(model.graph):
+        if node.op_type in ("Conv", "ConvTranspose"):
+            kinds = [stored_type(value) for value in node.inputs[:2]]
+            if kinds[1] is not None and not set(kinds) <= {ir.DataType.INT8, ir.DataType.UINT8}:
+                node.replace_input_with(1, insert(node, "Sum", [node.inputs[1]], f"{node.name}/apart"))
+                changed += 1
+        elif node.op_type == "QuantizeLinear" and "axis" in node.attributes:
+            node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))
+            changed += 1
+        elif node.op_type == "DequantizeLinear" and "axis" in node.attributes and _is_activation(node):
+            _behind(node)
+            changed += 1
+    return changed
+
+
+def _is_activation(node: ir.Node) -> bool:
+    return node.metadata_props.get("sparsebit.kind") == "activation"
+
+
+def _behind(node: ir.Node) -> None:
+    """A Sum of one value between a node and all of its readers."""
+    out, apart = node.outputs[0], ir.node("Sum", [node.outputs[0]], name=f"{node.name}/apart")
+    apart.outputs[0].name = f"{node.name}/apart/out"
+    apart.outputs[0].type, apart.outputs[0].shape = out.type, out.shape
+    uses = list(out.uses())
+    assert node.graph is not None
+    node.graph.insert_after(node, [apart])
+    for use in uses:
+        if use.node is not apart:
+            use.node.replace_input_with(use.idx, apart.outputs[0])
+
+
+def stored_type(value: ir.Value | None) -> Any:
+    """The integer type behind a dequantized value."""
+    made = value.producer() if value is not None else None
+    is_stored = made is not None and made.op_type == "DequantizeLinear" and made.inputs[0] is not None
+    return made.inputs[0].dtype if is_stored and made is not None and made.inputs[0] is not None else None

@@ -1,0 +1,124 @@
+"""Running a file in onnxruntime: as users do, or bare, with every value around a quantizer as an output."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ExportError
+from sparsebit.export.to_onnx import require
+
+Array = np.ndarray[Any, Any]
+# ops of an optimised graph that compute in integers, beside all QLinear* and MatMulInteger*
+INTEGER = frozenset("QGemm QAttention ConvInteger MatMulNBits DynamicQuantizeMatMul".split())
+COMPUTE = frozenset(
+    "Conv FusedConv ConvTranspose Gemm FusedGemm MatMul FusedMatMul Add Mul AveragePool MaxPool GlobalAveragePool Concat "
+    "Resize Sigmoid LeakyRelu Softmax LSTM GRU RNN".split()
+)
+
+
+def session(path: str | Path, optimised: bool = True, save: str | None = None) -> Any:
+    """An onnxruntime session on the CPU; `save` writes the optimised graph."""
+    require("onnxruntime")
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float accumulation
+    if save:
+        options.graph_optimization_level = level.ORT_ENABLE_EXTENDED  # without layouts of this very machine
+        options.optimized_model_filepath = save
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ExportError(f"{path}: onnxruntime does not load the file: {error}") from error
+
+
+def feeds(loaded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
+    """The inputs of a session, from the arguments of the model: by name where names agree, else in order."""
+    wanted = [i.name for i in loaded.get_inputs()]
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    by_name = {k: v for k, v in kwargs.items() if isinstance(v, Tensor)}
+    if not args and set(wanted) <= set(by_name):
+        return {name: as_array(by_name[name]) for name in wanted}
+    if len(tensors) < len(wanted):
+        raise ExportError(f"the file has the inputs {wanted}, but the batch has {len(tensors)} tensors")
+    return {name: as_array(t) for name, t in zip(wanted, tensors)}
+
+
+def run(loaded: Any, given: dict[str, Array]) -> list[Array]:
+    """The outputs of a session."""
+    try:
+        found: list[Array] = loaded.run(None, given)
+    except Exception as error:
+        raise ExportError(
+            f"onnxruntime loads the file but does not run it: {error}\n"
+            f"  fix: if it names a dimension, export with dynamic_axes, or give batches of the size of the dummy"
+        ) from error
+    return found
+
+
+def as_array(x: Tensor) -> Array:
+    return x.detach().cpu().numpy()
+
+
+def run_bare(path: Path, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
+    """The values called `names`, and the outputs, computed with every optimisation off."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    have = {o.name for o in model.graph.output}
+    inputs = {i.name for i in model.graph.input}
+    for name in dict.fromkeys(names):
+        if name not in have and name not in inputs:
+            model.graph.output.append(onnx.ValueInfoProto(name=name))
+    handle, temporary = tempfile.mkstemp(
+        suffix=".onnx", dir=path.parent
+    )  # beside the file: external data is there
+    os.close(handle)
+    try:
+        onnx.save(model, temporary)
+        bare = session(temporary, optimised=False)
+        given = feeds(bare, args, kwargs)
+        outputs = run(bare, given)
+    finally:
+        os.unlink(temporary)
+    return {**given, **dict(zip([o.name for o in bare.get_outputs()], outputs))}
+
+
+def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
+    """Which ops of the optimised graph compute in integers, and which compute in float."""
+    import onnx
+
+    with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
+        file = f"{folder}/optimised.onnx"
+        session(path, save=file)
+        graph = onnx.load(file, load_external_data=False).graph
+    integer: Counter[str] = Counter()
+    floating: Counter[str] = Counter()
+    codes = {n.output[0] for n in graph.node if n.op_type == "QuantizeLinear"}
+    for node in graph.node:
+        if node.op_type.startswith(("QLinear", "MatMulInteger")) or node.op_type in INTEGER:
+            integer[node.op_type] += 1
+            if node.op_type.startswith("QLinear") or node.op_type == "QGemm":
+                codes.update(node.output)
+        elif node.input and node.input[0] in codes and node.op_type != "DequantizeLinear":
+            integer[node.op_type] += node.op_type in COMPUTE
+            codes.update(node.output)
+        elif node.op_type in COMPUTE:
+            floating[node.op_type] += 1
+    return +integer, floating
+
+
+def torch_outputs(value: Any) -> list[Array]:
+    return [as_array(t).astype(np.float32) for t in pytree.tree_leaves(value) if torch.is_tensor(t)]

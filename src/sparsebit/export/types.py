@@ -1,0 +1,36 @@
+"""Which ONNX integer type holds a grid, and from which opset on.
+
+Weights take the smallest type, for the size of the file. Activations below 8 bits take 8 bits with saturation at
+their own range: codes of 8 bits have integer kernels, and need no newer opset.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsebit.export.marks import Mark, Marks
+
+LOWEST_OPSET = 18  # of torch's exporter
+SINCE = {2: 25, 4: 21, 8: LOWEST_OPSET, 16: 21}  # bits of the type -> opset
+
+
+def container_bits(mark: Mark) -> int:
+    """3 bits of a weight live in a 4-bit type, 5 to 7 in an 8-bit one."""
+    least = mark.spec.bits if mark.is_weight else max(mark.spec.bits, 8)
+    return next(bits for bits in SINCE if bits >= least)
+
+
+def container(mark: Mark) -> np.dtype[Any]:
+    """The numpy type (ml_dtypes below 8 bits) of a grid's codes."""
+    name = f"{'int' if mark.spec.symmetric else 'uint'}{container_bits(mark)}"
+    if container_bits(mark) < 8:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
+
+
+def opset_for(marks: Marks) -> int:
+    return max((SINCE[container_bits(mark)] for mark in marks.values()), default=LOWEST_OPSET)

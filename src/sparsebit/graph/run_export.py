@@ -1,0 +1,139 @@
+"""torch.export with as many dynamic sizes as work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import TraceError
+from sparsebit.graph.exported_io import Build, take_apart
+
+log = logging.getLogger("sparsebit")
+
+
+def run_export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[fx.GraphModule, Build]:
+    """`model`, exported, every size dynamic if that works, else the batch size, else none; and how to make its
+    output from what the exported module returns. `model` is changed and of no further use."""
+    trouble: Exception | None = None
+    _register_dataclasses((args, kwargs))
+    outputs = _return_leaves(model, kwargs)
+    for fixed, axes, example in _attempts(args, kwargs):
+        try:
+            with _quiet():
+                shapes = _dynamic(model, example, axes)
+                program = torch.export.export(model, *example, dynamic_shapes=shapes, strict=False)
+                exported = program.module()
+        except Exception as error:
+            trouble = trouble or error
+            continue
+        if trouble is not None:
+            log.warning(
+                "the graph keeps %s of the example, torch.export said: %s", fixed, _first_line(trouble)
+            )
+        assert isinstance(exported, fx.GraphModule)
+        return exported, outputs[-1]
+    assert trouble is not None
+    raise _explained(model, args, kwargs, trouble) from trouble
+
+
+def _return_leaves(model: nn.Module, kwargs: dict[str, Any]) -> list[Build]:
+    """Let `model` return only the tensors inside its output, whatever that is; the list gets how to remake it."""
+    forward = model.forward
+    builds: list[Build] = []
+
+    @functools.wraps(forward)
+    def plain(*args: Any, **named: Any) -> tuple[Any, ...]:
+        out = forward(*args, **named)
+        leaves: list[Any] = []
+        builds.append(take_apart(out, leaves) or (lambda _: out))
+        return tuple(leaves)
+
+    vars(plain)["__signature__"] = _without_var_keyword(inspect.signature(forward), kwargs)
+    model.forward = plain
+    return builds
+
+
+def _without_var_keyword(signature: inspect.Signature, kwargs: dict[str, Any]) -> inspect.Signature:
+    """`**named` as the names that are given: torch.export loses track of their dynamic sizes otherwise."""
+    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    extra = [name for name in kwargs if name not in signature.parameters]
+    return signature.replace(
+        parameters=[*kept, *(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in extra)]
+    )
+
+
+def _explained(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trouble: Exception
+) -> TraceError:
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    except Exception as error:
+        return TraceError(f"{type(model).__name__} does not run on the example: {_first_line(error)}")
+    return TraceError(
+        f"torch.export cannot trace {type(model).__name__}: {_first_line(trouble)}\n  fix: trace='fx' keeps what it "
+        f"cannot trace as an island and quantizes the layers inside"
+    )
+
+
+def _attempts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, int, Any]]:
+    """(what stays fixed, how many leading axes are dynamic, example). torch.export fixes sizes of 1, so a batch of
+    one is doubled."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+    single = bool(tensors) and all(x.shape[0] == 1 for x in tensors)
+    fresh = lambda: pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+    double = lambda x: torch.cat([x, x]) if single and isinstance(x, Tensor) and x.dim() else x
+    batch = lambda: pytree.tree_map(
+        double, fresh()
+    )  # new tensors each time: a failed export leaves marks on them
+    some = [("", 99, batch()), ("all sizes but that of the batch", 1, batch())]
+    return [*some, ("all sizes", 0, fresh())]
+
+
+def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
+    shapes = torch.export.ShapesCollection()
+    for x in pytree.tree_leaves(example):
+        if isinstance(x, Tensor):
+            shapes[x] = dict.fromkeys(range(x.dim())[:axes], torch.export.Dim.AUTO)
+    return shapes.dynamic_shapes(model, *example) if axes and len(shapes) else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Gradients on and torch's fused attention off: both would change the recorded ops. No advice on stderr."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+
+
+def _register_dataclasses(inputs: Any) -> None:
+    """Make dataclasses among the inputs known to torch.export."""
+    while True:
+        leaves = pytree.tree_leaves(inputs)
+        unknown = {type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)}
+        if not unknown:
+            return
+        for cls in unknown:
+            torch.export.register_dataclass(cls)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"

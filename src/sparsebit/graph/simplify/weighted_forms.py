@@ -1,0 +1,233 @@
+"""The functions that have weights, one row each: their parameters, which of them are weights, and the nn module that
+computes the same."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from sparsebit.graph.ops import op_of
+
+Made = tuple[type[nn.Module], dict[str, Any]]  # a class and its options
+
+
+class NotAModule(Exception):
+    """This call has no module that computes the same."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How to read a call of a function, and `describe(values, rank)`: the class and the options of its module.
+
+    `values` are the arguments by name, with tensors in the slots; `rank` is that of the input, None if unknown.
+    """
+
+    names: tuple[str, ...]  # the parameters of the function, in order
+    slots: tuple[str, ...]  # those that become tensors of the module; the first is required
+    describe: Callable[[dict[str, Any], int | None], Made]
+    inputs: tuple[str, ...] = ("input",)  # those that the module is called with
+    spelled: tuple[tuple[str, str], ...] = ()  # (keyword of the function, its name here)
+
+    def bind(self, node: fx.Node) -> dict[str, Any] | None:
+        """The arguments by name; None if the call does not fit."""
+        spelled = dict(self.spelled)
+        named = {spelled.get(key, key): value for key, value in node.kwargs.items()}
+        if len(node.args) > len(self.names) or not set(named) <= set(self.names):
+            return None
+        values = {**dict(zip(self.names, node.args)), **named}
+        complete = values.get(self.inputs[0]) is not None and values.get(self.slots[0]) is not None
+        return values if complete else None
+
+    def inputs_of(self, values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Args and kwargs of the module's call."""
+        first, *rest = self.inputs
+        return (values[first],), {name: values[name] for name in rest if name in values}
+
+
+@dataclass(frozen=True)
+class Matmul(Form):
+    """`x @ W` is a Linear whose weight is the transpose of W."""
+
+    def weight_of(self, node: fx.Node) -> fx.Node | None:
+        """W, if the call is one that a Linear can take over."""
+        values = self.bind(node)
+        if values is None or values.get("alpha", 1) != 1 or values.get("beta", 1) != 1:
+            return None
+        weight = values["weight"]
+        return weight if isinstance(weight, fx.Node) and weight is not values["input"] else None
+
+
+def rank_of(node: Any, gm: fx.GraphModule) -> int | None:
+    """How many axes a value has: known after torch.export, and right behind an op of fixed rank."""
+    if not isinstance(node, fx.Node):
+        return None
+    if isinstance(node.meta.get("val"), Tensor):
+        return node.meta["val"].dim()
+    name = getattr(op_of(node, gm), "__name__", "").lower()
+    fixed = name.endswith(("1d", "2d", "3d")) and ("conv" in name or "pool" in name)
+    return int(name[-2]) + 2 if fixed else None
+
+
+def _linear(v: dict[str, Any], rank: int | None) -> Made:
+    weight, bias = v["weight"], v.get("bias")
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        raise NotAModule
+    if v.get("alpha", 1) != 1 or v.get("beta", 1) != 1:
+        raise NotAModule
+    out_features, in_features = weight.shape
+    return nn.Linear, {"in_features": in_features, "out_features": out_features, "bias": bias is not None}
+
+
+def _conv(dims: int, transpose: bool) -> Callable[[dict[str, Any], int | None], Made]:
+    cls = getattr(nn, f"ConvTranspose{dims}d" if transpose else f"Conv{dims}d")
+
+    def describe(v: dict[str, Any], rank: int | None) -> Made:
+        weight, groups = v["weight"], v.get("groups", 1)
+        if weight.dim() != dims + 2:
+            raise NotAModule
+        one, other = weight.shape[0], weight.shape[1] * groups
+        options = {
+            "in_channels": one if transpose else other,
+            "out_channels": other if transpose else one,
+            "kernel_size": tuple(weight.shape[2:]),
+            "groups": groups,
+            "bias": v.get("bias") is not None,
+        }
+        for name in ("stride", "padding", "dilation", "output_padding"):
+            if name in v:
+                options[name] = _per_axis(v[name], dims)
+        return cls, options
+
+    return describe
+
+
+def _per_axis(value: Any, dims: int) -> Any:
+    """2, [2] and (2, 2) are the same stride of a 2-D convolution; "same" stays."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(value) * dims if len(value) == 1 else tuple(value)
+    return value
+
+
+def _embedding(v: dict[str, Any], rank: int | None) -> Made:
+    options = {"num_embeddings": v["weight"].shape[0], "embedding_dim": v["weight"].shape[1]}
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
+        if name in v:
+            options[name] = v[name]
+    if options.get("padding_idx", 0) == -1 and "indices" in v:
+        del options["padding_idx"]  # torch.embedding: none
+    return nn.Embedding, options
+
+
+def _embedding_bag(v: dict[str, Any], rank: int | None) -> Made:
+    options = {"num_embeddings": v["weight"].shape[0], "embedding_dim": v["weight"].shape[1]}
+    skipped = ("input", "weight", "offsets", "per_sample_weights")
+    return nn.EmbeddingBag, {**options, **{k: x for k, x in v.items() if k not in skipped}}
+
+
+def _layer_norm(v: dict[str, Any], rank: int | None) -> Made:
+    shape = v["normalized_shape"]
+    options = {"eps": v.get("eps", 1e-5), "bias": v.get("bias") is not None}
+    return nn.LayerNorm, {"normalized_shape": [shape] if isinstance(shape, int) else list(shape), **options}
+
+
+def _rms_norm(v: dict[str, Any], rank: int | None) -> Made:
+    return nn.RMSNorm, {"normalized_shape": list(v["normalized_shape"]), "eps": v.get("eps")}
+
+
+def _group_norm(v: dict[str, Any], rank: int | None) -> Made:
+    channels, eps = v["weight"].numel(), v.get("eps", 1e-5)
+    return nn.GroupNorm, {"num_groups": v["num_groups"], "num_channels": channels, "eps": eps}
+
+
+def _batch_norm(v: dict[str, Any], rank: int | None) -> Made:
+    """Only with the statistics of eval mode."""
+    mean = v["running_mean"]
+    if v.get("training", False) or v.get("running_var") is None or rank not in (2, 3, 4, 5):
+        raise NotAModule
+    if (v.get("weight") is None) != (v.get("bias") is None):
+        raise NotAModule
+    cls = nn.BatchNorm1d if rank == 2 else getattr(nn, f"BatchNorm{rank - 2}d")
+    options = {"affine": v.get("weight") is not None, "eps": v.get("eps", 1e-5)}
+    return cls, {"num_features": mean.numel(), "momentum": v.get("momentum", 0.1), **options}
+
+
+def _instance_norm(v: dict[str, Any], rank: int | None) -> Made:
+    tracked = v.get("running_mean") is not None
+    if rank not in (3, 4, 5) or tracked is bool(v.get("use_input_stats", True)):
+        raise NotAModule
+    if v.get("bias") is None or tracked is not (v.get("running_var") is not None):
+        raise NotAModule
+    options = {"eps": v.get("eps", 1e-5), "momentum": v.get("momentum", 0.1), "affine": True}
+    options["track_running_stats"] = tracked
+    return getattr(nn, f"InstanceNorm{rank - 2}d"), {"num_features": v["weight"].numel(), **options}
+
+
+def _prelu(v: dict[str, Any], rank: int | None) -> Made:
+    return nn.PReLU, {"num_parameters": v["weight"].numel()}
+
+
+def _bilinear(v: dict[str, Any], rank: int | None) -> Made:
+    out_features, in1, in2 = v["weight"].shape
+    options = {"in1_features": in1, "in2_features": in2, "bias": v.get("bias") is not None}
+    return nn.Bilinear, {"out_features": out_features, **options}
+
+
+_WB, _STATS = ("weight", "bias"), ("running_mean", "running_var")
+_CONV = ("input", *_WB, "stride", "padding", "dilation", "groups")
+_CONV_T = ("input", *_WB, "stride", "padding", "output_padding", "groups", "dilation")
+_SPARSE = ("scale_grad_by_freq", "sparse")
+_BAG_INPUTS = ("input", "offsets", "per_sample_weights")
+_BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
+_NORM = ("input", "normalized_shape")
+_GROUPS = ("input", "num_groups", *_WB, "eps")
+_BN_SLOTS, _IN_SLOTS = (*_STATS, *_WB), (*_WB, *_STATS)
+_BN_OPTIONS, _IN_OPTIONS = ("training", "momentum", "eps"), ("use_input_stats", "momentum", "eps")
+_PRELU = Form(("input", "weight"), ("weight",), _prelu)
+_MATMUL = Matmul(("input", "weight"), ("weight",), _linear, spelled=(("other", "weight"), ("mat2", "weight")))
+_ADDMM = Matmul(
+    ("bias", "input", "weight", "beta", "alpha"),
+    _WB,
+    _linear,
+    spelled=(("input", "bias"), ("mat1", "input"), ("mat2", "weight")),
+)
+
+# F.xxx, and where torch.xxx is another function, its order of arguments
+FORMS: dict[Any, Form] = {
+    F.linear: Form(("input", *_WB), _WB, _linear),
+    **{getattr(F, f"conv{d}d"): Form(_CONV, _WB, _conv(d, False)) for d in (1, 2, 3)},
+    **{getattr(F, f"conv_transpose{d}d"): Form(_CONV_T, _WB, _conv(d, True)) for d in (1, 2, 3)},
+    F.embedding: Form(
+        ("input", "weight", "padding_idx", "max_norm", "norm_type", *_SPARSE), ("weight",), _embedding
+    ),
+    torch.embedding: Form(
+        ("weight", "indices", "padding_idx", *_SPARSE), ("weight",), _embedding, inputs=("indices",)
+    ),
+    F.embedding_bag: Form(
+        (*_BAG, "per_sample_weights", "include_last_offset", "padding_idx"),
+        ("weight",),
+        _embedding_bag,
+        inputs=_BAG_INPUTS,
+    ),
+    F.layer_norm: Form((*_NORM, *_WB, "eps"), _WB, _layer_norm),
+    torch.layer_norm: Form((*_NORM, *_WB, "eps", "cudnn_enable"), _WB, _layer_norm),
+    F.rms_norm: Form((*_NORM, "weight", "eps"), ("weight",), _rms_norm),
+    torch.rms_norm: Form((*_NORM, "weight", "eps"), ("weight",), _rms_norm),
+    F.group_norm: Form(_GROUPS, _WB, _group_norm),
+    torch.group_norm: Form((*_GROUPS, "cudnn_enabled"), _WB, _group_norm),
+    F.batch_norm: Form(("input", *_BN_SLOTS, *_BN_OPTIONS), _BN_SLOTS, _batch_norm),
+    torch.batch_norm: Form(("input", *_IN_SLOTS, *_BN_OPTIONS, "cudnn_enabled"), _BN_SLOTS, _batch_norm),
+    F.instance_norm: Form(("input", *_BN_SLOTS, *_IN_OPTIONS), _IN_SLOTS, _instance_norm),
+    torch.instance_norm: Form(
+        ("input", *_IN_SLOTS, *_IN_OPTIONS, "cudnn_enabled"), _IN_SLOTS, _instance_norm
+    ),
+    **dict.fromkeys((F.prelu, torch.Tensor.prelu), _PRELU),
+    F.bilinear: Form(("input1", "input2", *_WB), _WB, _bilinear, inputs=("input1", "input2")),
+    **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm), _MATMUL),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _ADDMM),
+}

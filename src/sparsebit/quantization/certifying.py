@@ -1,0 +1,89 @@
+"""The torch side of the certificate: the model computes again, on the values that the runtime had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.export import runtime
+from sparsebit.export.certify import Certificate, QuantizerCheck, check_output, disturbed
+from sparsebit.export.marks import Mark
+from sparsebit.export.report import ExportReport
+from sparsebit.numeric import fake_quantize
+from sparsebit.quantization.exporting import Call, evaluating, exporting, with_bias
+from sparsebit.quantization.modules import quant_mode
+from sparsebit.quantization.quantizers import Quantizer
+
+
+def certify(
+    qmodel: Any, file: Path, calls: list[Call], more: list[Call], marks: Mapping[str, Mark], lowered: Any
+) -> ExportReport:
+    """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
+    certificate = Certificate()
+    for args, kwargs in calls:
+        check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
+    check_end_to_end(qmodel, file, [*calls, *more], certificate)
+    integer, floating = runtime.kernels(file)
+    described = {name: mark.describe() for name, mark in marks.items()}
+    report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
+    report.notes += certificate.remarks()
+    return report
+
+
+def check_locally(
+    qmodel: Any,
+    file: Path,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    marks: Mapping[str, Mark],
+    lowered: Any,
+    certificate: Certificate,
+) -> None:
+    """(a): one forward of the model in which every quantizer hands on what the runtime had in its place."""
+    sites = lowered.by_name()
+    names = [value for found in sites.values() for s in found for value in (s.before, s.after) if value]
+    values = runtime.run_bare(file, names, args, kwargs)
+    calls: Counter[str] = Counter()
+
+    def replay(quantizer: Quantizer, x: Tensor) -> Tensor:
+        name, mark = quantizer.name, marks[quantizer.name]
+        check = certificate.quantizers.setdefault(name, QuantizerCheck(name))
+        if not calls[name] and name not in certificate.order:
+            certificate.order.append(name)
+        site = sites[name][min(calls[name], len(sites[name]) - 1)]
+        calls[name] += 1
+        if mark.weight is not None:
+            expected = fake_quantize(mark.weight.float(), mark.qparams, mark.spec)
+            stored = torch.from_numpy(values[site.after].copy()).to(expected)
+            check.codes += stored.numel()
+            check.wrong += int((stored != expected).sum())
+            return stored.to(x)
+        return check.compare(mark, quantizer.transform(x), values[site.before], values[site.after], site)
+
+    with exporting(qmodel, replay), with_bias(qmodel, lowered.bias):
+        expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
+    outputs = [values[name] for name in output_names(file)]
+    certificate.output_error = max(certificate.output_error, check_output(expected, outputs))
+
+
+def output_names(file: Path) -> list[str]:
+    import onnx
+
+    return [o.name for o in onnx.load(str(file), load_external_data=False).graph.output]
+
+
+@torch.no_grad()
+def check_end_to_end(qmodel: Any, file: Path, calls: Iterable[Any], certificate: Certificate) -> None:
+    """(b) the file as users run it, and (c) the model against itself with its input moved a little."""
+    run = runtime.session(file)
+    with evaluating(qmodel), quant_mode(qmodel.model, w=True, a=True):
+        for args, kwargs in calls:
+            expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
+            certificate.runtime.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
+            args, kwargs = disturbed((args, kwargs))
+            certificate.floor.add(expected, runtime.torch_outputs(qmodel.model(*args, **kwargs)))

@@ -1,0 +1,232 @@
+"""From a calibrated QuantModel to a certified ONNX file: mark, export, lower, run, compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ExportError
+from sparsebit.export import files
+from sparsebit.export.backends import BACKENDS, Backend
+from sparsebit.export.marks import Mark, emit
+from sparsebit.export.report import ExportReport
+from sparsebit.export.to_onnx import require, to_onnx
+from sparsebit.quantization.feeding import as_call, signature_of
+from sparsebit.quantization.modules import QuantOpr
+from sparsebit.quantization.quantizers import Mode, Quantizer
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+KEPT = ("pkg.torch.onnx.name_scopes",)  # of what torch's exporter writes beside a node: its module
+
+
+def export_onnx(
+    qmodel: Any,
+    dummy: Any,
+    name: str | Path,
+    *,
+    backend: str | None = None,
+    batches: Any = (),
+    **options: Any,
+) -> ExportReport:
+    """Write `name` and its report beside it; the file is in its place only once it is certified."""
+    from sparsebit.quantization.certifying import certify
+
+    require("onnx", "onnxscript", "onnxruntime")
+    path = files.writable(name)
+    runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
+    marks = collect_marks(qmodel)
+    refuse_problems(runtime, marks)
+    args, kwargs = call_of(qmodel, dummy)
+    extra_info = options.pop("extra_info", False)
+    opset, reason = runtime.opset(marks, options.pop("opset_version", 13))
+    with exporting(qmodel, lambda q, x: emit(x if marks[q.name].is_weight else q.transform(x), q.name)):
+        graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
+    lowered = runtime.lower(graph, marks)
+    why = why_float_of(graph)
+    finish(graph, marks, runtime, lowered)
+    with files.drafting(path) as draft:
+        files.write(graph, draft)
+        report = certify(qmodel, draft, [(args, kwargs)], calls_of(qmodel, batches), marks, lowered)
+        report.path, report.backend, report.opset, report.opset_reason = (
+            str(path),
+            runtime.TYPE,
+            opset,
+            reason,
+        )
+        report.why_float = why
+        files.add_metadata(draft, "sparsebit.certificate", report.summary())
+        settle(report, draft, path)
+    if extra_info:
+        from sparsebit.export.extra_info import write_extra
+
+        write_extra(path)
+    return report
+
+
+def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
+    """Check a file again, later or on another machine: the same certificate, on `batches`."""
+    require("onnx", "onnxscript", "onnxruntime")
+    import onnx_ir as ir
+
+    from sparsebit.export.lowered import Lowered
+    from sparsebit.quantization.certifying import certify
+
+    path = Path(onnx_path)
+    if not path.is_file():
+        raise ExportError(f"{path}: there is no such file")
+    model = ir.load(path)
+    if "sparsebit.lowered" not in model.metadata_props:
+        raise ExportError(f"{path}: was not written by Sparsebit; export the model with qmodel.export_onnx()")
+    lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+    strange = sorted({site.name for site in lowered.sites} ^ set(marks))
+    if strange:
+        raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
+    report = certify(qmodel, path, calls_of(qmodel, batches), [], marks, lowered)
+    report.path, report.bytes = str(path), files.size_of(path)
+    report.backend, report.opset = model.metadata_props["sparsebit.backend"], model.opset_imports[""]
+    report.opset_reason, report.why_float = "as written", why_float_of(model)
+    return report
+
+
+def call_of(qmodel: Any, batch: Any) -> Call:
+    """A batch, in any form that calibrate() takes, as the arguments of one forward, where the model is."""
+    call = as_call(batch, signature_of(qmodel))
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().to(qmodel.device), call)  # type: ignore[no-any-return]
+
+
+def calls_of(qmodel: Any, batches: Any) -> list[Call]:
+    return [call_of(qmodel, b) for b in ([batches] if isinstance(batches, (Tensor, Mapping)) else batches)]
+
+
+def collect_marks(qmodel: Any) -> dict[str, Mark]:
+    """Every quantizer that is in use, with its grid as it is now."""
+    marks: dict[str, Mark] = {}
+    for path, module in quant_oprs(qmodel.model):
+        for quantizer, weight in ((module.input_quantizer, None), (module.weight_quantizer, module.weight)):
+            if quantizer is None or quantizer.absorbed or quantizer.unused:
+                continue
+            if not quantizer.calibrated:
+                raise ExportError(
+                    f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
+                    f"qmodel.calibrate(batches)"
+                )
+            value = None if weight is None else quantizer.transform(weight.detach())
+            grid = quantizer.current_qparams()
+            marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
+    return marks
+
+
+def quant_oprs(gm: Any) -> Iterator[tuple[str, QuantOpr]]:
+    """Every op with quantizers, and its path in the user's model."""
+    seen: set[nn.Module] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_module":
+            continue
+        for inside, module in gm.get_submodule(str(node.target)).named_modules():
+            if isinstance(module, QuantOpr) and module not in seen:
+                seen.add(module)
+                yield f"{node.meta.get('path', node.name)}.{inside.removeprefix('root.')}".strip("."), module
+
+
+def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
+    """What the runtime cannot hold is said before any work, all at once."""
+    found = [problem for mark in marks.values() for problem in backend.problems(mark)]
+    if found:
+        more = f"\n... and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ExportError(f"{backend.TYPE} cannot hold this model:\n" + "\n".join(map(str, found[:5])) + more)
+
+
+@contextmanager
+def exporting(qmodel: Any, hook: Callable[[Quantizer, Tensor], Tensor]) -> Iterator[None]:
+    """Every quantizer calls `hook` in place of rounding; flags and modes come back, also after an error."""
+    quantizers = [m for m in qmodel.model.modules() if isinstance(m, Quantizer)]
+    modes = [q.mode for q in quantizers]
+    try:
+        for q in quantizers:
+            q.mode, q.on_export = Mode.EXPORT, hook
+        with torch.no_grad(), evaluating(qmodel):
+            yield
+    finally:
+        for q, mode in zip(quantizers, modes):
+            q.mode, q.on_export = mode, None
+
+
+@contextmanager
+def evaluating(qmodel: Any) -> Iterator[None]:
+    """eval() inside the block; every module has its own flag again afterwards."""
+    training = [(m, m.training) for m in qmodel.modules()]
+    try:
+        qmodel.eval()
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+
+
+@contextmanager
+def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
+    """Layers compute with the bias that the file has: rounded to the grid of input times weight."""
+    saved: list[tuple[nn.Module, Any, Any]] = []
+    try:
+        for module in qmodel.model.modules():
+            name = (
+                module.weight_quantizer.name
+                if isinstance(module, QuantOpr) and module.weight_quantizer
+                else ""
+            )
+            if name not in biases:
+                continue
+            saved.append((module, module._parameters.get("bias"), module.bias_correction))
+            bias = torch.from_numpy(biases[name].copy()).to(module.weight)
+            module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
+            module.bias_correction = None
+        yield
+    finally:
+        for module, bias, correction in saved:
+            module._parameters["bias"], module.bias_correction = bias, correction
+
+
+def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any) -> None:
+    """Drop what lowering left unused, and stack traces with paths of this machine; write the quantizers into the file."""
+    import onnx_ir.passes.common as common
+
+    common.RemoveUnusedNodesPass()(graph)
+    for node in graph.graph:
+        for key in [k for k in node.metadata_props if not k.startswith("sparsebit.") and k not in KEPT]:
+            del node.metadata_props[key]
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
+        value.metadata_props.clear()
+    graph.graph.metadata_props.clear()
+    bits = {name: int(mark.spec.bits) for name, mark in marks.items()}
+    graph.metadata_props["sparsebit.backend"] = backend.TYPE
+    graph.metadata_props["sparsebit.bits"] = json.dumps(bits, separators=(",", ":"))
+    graph.metadata_props["sparsebit.lowered"] = lowered.to_json()
+
+
+def why_float_of(graph: Any) -> dict[str, str]:
+    from sparsebit.export.why_float import why_float
+
+    return why_float(graph)
+
+
+def settle(report: ExportReport, draft: Path, path: Path) -> None:
+    """A file that holds takes its place; one that does not is kept apart, and says where it starts."""
+    report.bytes = files.size_of(draft)
+    if report.ok:
+        files.accept(draft, path)
+        report.save(path.with_suffix(".report.json"))
+        return
+    failed = files.set_apart(draft, path)
+    report.path = str(failed)
+    report.save(failed.with_suffix(".report.json"))
+    first = report.certificate.failures()[0]
+    raise ExportError(f"the file does not do what the model does; it starts at {first}\n  kept as {failed}")

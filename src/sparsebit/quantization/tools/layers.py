@@ -1,0 +1,131 @@
+"""The layers of a QuantModel as its tools see them: what quantizes together, under the name SPECIFIC knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.graph.lanes import Batch
+from sparsebit.graph.ops import module_of
+from sparsebit.quantization.modules import Opr, QuantOpr
+from sparsebit.quantization.modules.unary import QIdentity
+from sparsebit.quantization.quantizers import Mode, Quantizer
+
+MOVERS = {"shape", "unary", "python_builtins", "index", "pad"}  # files of QModules that hand values on
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An op with quantizers. `inside` is its path below the module that `node` calls; "" for that module itself."""
+
+    name: str
+    path: str
+    node: fx.Node
+    inside: str
+    module: QuantOpr
+
+
+def layers(gm: fx.GraphModule) -> Iterator[Layer]:
+    """Every QuantOpr of the graph, also inside islands and inside QModules made of others, each once."""
+    seen: set[nn.Module] = set()
+    for node in gm.graph.nodes:
+        if node.op != "call_module":
+            continue
+        for inside, module in module_of(node, gm).named_modules():
+            if isinstance(module, QuantOpr) and module not in seen:
+                seen.add(module)
+                inside = inside.removeprefix("root.")  # graph.islands.Whole holds the model as `root`
+                yield Layer(*names_of(node, inside), node, inside, module)
+
+
+def names_of(node: fx.Node, inside: str = "") -> tuple[str, str]:
+    """Name and path of an op, as SPECIFIC matches them."""
+    path = str(node.meta.get("path", node.name))
+    if not inside:
+        return node.name, path
+    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
+
+
+def is_active(quantizer: Quantizer | None) -> bool:
+    """Will it quantize once it is calibrated and switched on?"""
+    return quantizer is not None and not quantizer.absorbed and not quantizer.unused
+
+
+def active_quantizers(module: nn.Module) -> list[Quantizer]:
+    """Those of one QuantOpr: weight first."""
+    if not isinstance(module, QuantOpr):
+        return []
+    return [q for q in (module.weight_quantizer, module.input_quantizer) if q is not None and is_active(q)]
+
+
+def input_carriers(node: fx.Node, gm: fx.GraphModule) -> list[tuple[fx.Node, QIdentity]]:
+    """The QIdentities that were put in front of `node` to carry the quantizers of its inputs."""
+    found = []
+    for source in node.all_input_nodes:
+        module = module_of(source, gm) if source.op == "call_module" else None
+        if isinstance(module, QIdentity) and carries_for(source) is node:
+            found.append((source, module))
+    return found
+
+
+def carries_for(node: fx.Node) -> fx.Node | None:
+    """The op whose input a QIdentity node carries, or None for an identity of the user's own."""
+    return next((user for user in node.users if node.name.startswith(f"{user.name}_identity")), None)
+
+
+def moves_values(module: nn.Module | None) -> bool:
+    """Is it a QModule that only moves values, or picks some?"""
+    cls = type(module)
+    return isinstance(module, Opr) and (cls.__module__.rpartition(".")[2] in MOVERS or "MaxPool" in cls.__name__)
+
+
+def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:
+    """Arguments of one forward for each batch, on the model's device."""
+    from sparsebit.quantization.feeding import as_call, signature_of
+
+    signature = signature_of(gm)
+    device = next((p.device for p in gm.parameters()), None)
+    calls = [as_call(batch, signature) for batch in batches]
+    moved: list[Batch] = pytree.tree_map_only(Tensor, lambda x: x if device is None else x.to(device), calls)
+    return moved
+
+
+@contextmanager
+def undisturbed(gm: nn.Module) -> Iterator[None]:
+    """Eval mode, every quantizer off, no gradients, no fused attention; all of it comes back, also on error."""
+    flags = {m: m.training for m in gm.modules()}
+    modes = {m: m.mode for m in gm.modules() if isinstance(m, Quantizer)}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    try:
+        gm.eval()
+        for quantizer in modes:
+            quantizer.mode = Mode.FLOAT
+        torch.backends.mha.set_fastpath_enabled(False)  # one opaque op, and no submodule is called
+        with torch.no_grad():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for quantizer, mode in modes.items():
+            quantizer.mode = mode
+        for module, flag in flags.items():
+            module.training = flag
+
+
+@contextmanager
+def switched_on(quantizers: Iterable[Quantizer]) -> Iterator[None]:
+    """These quantize inside the block."""
+    saved = [(q, q.mode) for q in quantizers]
+    try:
+        for quantizer, _ in saved:
+            quantizer.enable_quant()
+        yield
+    finally:
+        for quantizer, mode in saved:
+            quantizer.mode = mode

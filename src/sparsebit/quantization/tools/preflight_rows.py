@@ -1,0 +1,219 @@
+"""The rows of a pre-flight report: for every op, quantized with what, float and why, or absorbed into what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
+from sparsebit.numeric.spec import QuantSpec
+from sparsebit.quantization.common import QuantTarget
+from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
+from sparsebit.quantization.modules.unary import QIdentity
+from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.tools.backend_rules import verdict
+from sparsebit.quantization.tools.costs import Measured
+from sparsebit.quantization.tools.layers import (
+    active_quantizers,
+    carries_for,
+    input_carriers,
+    is_active,
+    moves_values,
+    names_of,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of the graph, or one QModule inside an island."""
+
+    name: str
+    path: str  # where it stands in the model
+    op: str
+    state: str  # quantized, float, absorbed, island
+    how: str  # quantized with what; float why; absorbed into what
+    quantizers: tuple[str, ...] = ()  # by name; what stands before the last dot is what SPECIFIC matches
+    macs: int = 0
+    quantized_macs: int = 0
+    bytes: int = 0  # of its own parameters, in float
+    quantized_bytes: int = 0  # of the same parameters, weights packed, with their scales
+    integer: bool = False  # the backend computes it in integers
+    backend: str = ""  # why, or why not
+
+
+class RowBuilder:
+    def __init__(self, gm: fx.GraphModule, config: Any, backend: str, measured: Measured | None):
+        self.gm, self.config, self.backend = gm, config, backend
+        self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
+        self.measured = measured or Measured()
+        self.seen: set[nn.Parameter] = set()  # a weight that is used twice counts once
+
+    def rows(self) -> Iterator[Row]:
+        for node in self.gm.graph.nodes:
+            if not node.op.startswith("call") or is_bookkeeping(node):
+                continue
+            module = module_of(node, self.gm) if node.op == "call_module" else None
+            if isinstance(module, QIdentity) and carries_for(node) is not None:
+                continue  # shown with the op it belongs to
+            inner = [] if module is None else self._inner(node, module)
+            yield self._row(node, module, {m for _, m in inner})
+            for inside, child in inner:
+                yield self._inner_row(node, inside, child)
+
+    def _inner(self, node: fx.Node, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """QModules below `module`, and what of it multiplied in the example."""
+        busy = {m for name, m in self.measured.macs if name == node.name}
+        return [
+            (inside.removeprefix("root."), child)
+            for inside, child in module.named_modules()
+            if child is not module and (isinstance(child, QuantOpr) or child in busy)
+        ]
+
+    # -- one op of the graph -------------------------------------------------------------------------
+    def _row(self, node: fx.Node, module: nn.Module | None, inner: set[nn.Module]) -> Row:
+        carried = [q for _, m in input_carriers(node, self.gm) for q in active_quantizers(m)]
+        quantizers = [*(active_quantizers(module) if module is not None else []), *carried]
+        quantizers = [q for q in quantizers if q not in self.measured.not_float]
+        state, how = self._state(node, module, quantizers)
+        op = _op_name(node, module)
+        complete = bool(carried) or _complete(module)
+        integer, why = self._verdict(op, state, quantizers, complete, output_on_grid(node, self.gm))
+        keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
+        return Row(
+            *names_of(node), op, state, how, tuple(q.name for q in quantizers),
+            sum(self.measured.macs[k] for k in keys), sum(self.measured.quantized[k] for k in keys),
+            *self._bytes(module, inner), integer, why,
+        )  # fmt: skip
+
+    def _inner_row(self, node: fx.Node, inside: str, module: nn.Module) -> Row:
+        quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
+        state, how = "quantized", " / ".join(map(describe, quantizers))
+        if not quantizers:
+            state, how = "float", self._why_float(module)
+        op, key = _op_name(node, module), (node.name, module)
+        integer, why = self._verdict(op, state, quantizers, _complete(module), output=False)
+        return Row(
+            *names_of(node, inside), op, state, how, tuple(q.name for q in quantizers),
+            self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0),
+            *self._bytes(module, set()), integer, why,
+        )  # fmt: skip
+
+    def _verdict(
+        self, op: str, state: str, quantizers: list[Quantizer], complete: bool, output: bool
+    ) -> tuple[bool, str]:
+        if state == "absorbed":
+            return False, "with the op before it" if self.backend != "virtual" else ""
+        if not quantizers:
+            return False, ""
+        return verdict(self.backend, op, [q.spec for q in quantizers], complete, output)
+
+    # -- why -----------------------------------------------------------------------------------------
+    def _state(self, node: fx.Node, module: nn.Module | None, active: list[Quantizer]) -> tuple[str, str]:
+        if active:
+            off = self._why_off(module)
+            equalized = isinstance(module, QuantOpr) and module.equalization is not None
+            what = [describe(q, equalized) for q in active]
+            return "quantized", " / ".join(dict.fromkeys(what)) + (f"; {off}" if off else "")
+        path = str(node.meta.get("path", ""))
+        if path in self.islands:
+            return "island", "runs as it is, layers inside are quantized"
+        if writes_input(node, self.gm) and not isinstance(module, Opr):
+            return "float", "writes into its input"
+        if isinstance(module, QuantOpr) and any(q.absorbed and not _disabled(q) for q in module.quantizers()):
+            source = node.all_input_nodes[0].name if node.all_input_nodes else "its neighbour"
+            return "absorbed", f"into {source}"
+        return "float", self._why_float(module)
+
+    def _why_float(self, module: nn.Module | None) -> str:
+        if isinstance(module, QuantOpr):
+            quantizers = list(module.quantizers())
+            if any(map(_disabled, quantizers)):
+                return "quantizer disabled by the config"
+            if any(q.unused or q in self.measured.not_float for q in quantizers):
+                return "its input is not floating-point"
+            return "this op is not quantized" if not quantizers else "absorbed"
+        if isinstance(module, MultipleInputsQuantOpr):
+            if not module.wants_input_quant(self.config):
+                return "A.QADD.ENABLE_QUANT is off"
+            return "its input is not floating-point" if module.input_quantizer_generated else "one input only"
+        if isinstance(module, Opr):
+            return "moves values only" if moves_values(module) else "this op is not quantized"
+        return "no QModule" if module is None else "kept as it is"
+
+    def _why_off(self, module: nn.Module | None) -> str:
+        """Which half of a weighted op stays float."""
+        if not isinstance(module, QuantOpr):
+            return ""
+        halves = (("weight", module.weight_quantizer), ("input", module.input_quantizer))
+        off = (what for what, q in halves if q is not None and _disabled(q))
+        return ", ".join(f"{what} float: disabled by the config" for what in off)
+
+    # -- bytes ---------------------------------------------------------------------------------------
+    def _bytes(self, module: nn.Module | None, inner: set[nn.Module]) -> tuple[int, int]:
+        """Own parameters in float and quantized; those of `inner` modules have rows of their own."""
+        if module is None:
+            return 0, 0
+        full = packed = 0
+        for owner in module.modules():
+            if isinstance(owner, Quantizer) or (owner in inner and owner is not module):
+                continue
+            for name, p in owner.named_parameters(recurse=False):
+                if p not in self.seen:
+                    self.seen.add(p)
+                    full += p.nbytes
+                    packed += packed_bytes(owner, name, p)
+        return full, packed
+
+
+def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
+    """Bytes of a parameter as it is stored: a quantized weight in its bits, with a scale per channel."""
+    quantizer = owner.weight_quantizer if isinstance(owner, QuantOpr) and name == "weight" else None
+    if quantizer is None or not is_active(quantizer):
+        return p.nbytes
+    channels = p.shape[quantizer.ch_axis] if quantizer.is_perchannel else 1
+    return (p.numel() * quantizer.bit + 7) // 8 + channels * (4 if quantizer.is_symmetric else 5)
+
+
+def output_on_grid(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does everything that reads this value quantize it? Ops that a runtime fuses or that only move it may be between."""
+    if not node.users:
+        return False
+    for user in node.users:
+        module = module_of(user, gm) if user.op == "call_module" else None
+        if isinstance(module, QuantOpr) and is_active(module.input_quantizer):
+            continue
+        fused = isinstance(module, QuantOpr) and module.input_quantizer is not None
+        if not (fused or moves_values(module)) or not output_on_grid(user, gm):
+            return False
+    return True
+
+
+def _complete(module: nn.Module | None) -> bool:
+    """Are the weight and the input both quantized, or the input of an op without weight?"""
+    if not isinstance(module, QuantOpr):
+        return False
+    needed = [module.weight_quantizer] if module.weight is not None and module.quantize_weight else []
+    return all(map(is_active, [*needed, module.input_quantizer]))
+
+
+def _disabled(quantizer: Quantizer) -> bool:
+    return bool(quantizer.cfg.quantizer.disable)
+
+
+def describe(quantizer: Quantizer, equalized: bool = False) -> str:
+    """`W4 per-channel symmetric`. An equalized input observes per channel, and has one scale after calibration."""
+    letter = "W" if quantizer.qdesc.target is QuantTarget.WEIGHT else "A"
+    spec: QuantSpec = quantizer.spec
+    kind = "per-tensor" if spec.axis is None or (equalized and letter == "A") else "per-channel"
+    text = f"{letter}{spec.bits} {kind} {'symmetric' if spec.symmetric else 'affine'}"
+    return text if quantizer.TYPE == "uniform" else f"{text} {quantizer.TYPE}"
+
+
+def _op_name(node: fx.Node, module: nn.Module | None) -> str:
+    if module is not None:
+        name = type(module).__name__
+        return name[1:] if isinstance(module, Opr) and name[:1] == "Q" and name[1:2].isupper() else name
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

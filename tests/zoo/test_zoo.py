@@ -1,0 +1,38 @@
+"""Will it take my model? Models of torchvision, timm and transformers as they are, random weights, W8A8.
+
+Each must build, keep its float output, calibrate, quantize, and have at least 95 % of its MACs quantized.
+`make_table.py` writes the same figures into docs/zoo.md.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+import zoo_timm
+import zoo_torchvision
+import zoo_transformers
+from zoo_run import Case, run
+
+pytestmark = [pytest.mark.slow, pytest.mark.zoo]
+LISTS = {"torchvision": zoo_torchvision.CASES, "timm": zoo_timm.CASES, "transformers": zoo_transformers.CASES}
+ALL = [case for cases in LISTS.values() for case in cases]
+
+
+@pytest.mark.parametrize("package, least", [("torchvision", 60), ("timm", 60), ("transformers", 25)])
+def test_the_zoo_is_large_enough(package: str, least: int) -> None:
+    names = [case.name for case in LISTS[package]]
+    assert len(names) == len(set(names)) >= least
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.package}-{case.name}")
+@pytest.mark.filterwarnings("ignore")  # of the packages themselves
+def test_zoo(case: Case) -> None:
+    if find_spec(case.package) is None:
+        pytest.skip(f"{case.package} is not installed; see tests/zoo/make_table.py")
+    row = run(case)
+    assert row.error <= 1e-4, f"float output differs by {row.error:.2g} of its largest value"
+    assert row.finite
+    assert row.share >= 0.95, f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
+    assert row.db is None or row.db >= case.least_db
