@@ -29,9 +29,7 @@ def config(name: str) -> sparsebit.QuantConfig:
     return base.override("SCHEDULE.BN_TUNING", True, "W.SPECIFIC", EIGHT, "A.SPECIFIC", EIGHT)
 
 
-def tuned_and_not(
-    net: nn.Module, name: str, batches: list[Tensor], x: Tensor
-) -> tuple[Tensor, Tensor]:
+def tuned_and_not(net: nn.Module, name: str, batches: list[Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of the quantized network before and after tuning."""
     qmodel = QuantModel(net, config(name)).calibrate(batches, progress=False)
     qmodel.set_quant(w_quant=True, a_quant=True)
@@ -51,7 +49,11 @@ def main() -> None:
     args = parser.parse_args()
     if assets.MISSING:
         sys.exit(assets.MISSING)
-    net, (x, y), train = assets.cifar_resnet(20), assets.cifar10("test", args.images), assets.cifar10("train20k")[0]
+    net, (x, y), train = (
+        assets.cifar_resnet(20),
+        assets.cifar10("test", args.images),
+        assets.cifar10("train20k")[0],
+    )
     real = assets.logits(net, x, 250)
     print(f"torch {torch.__version__}, {len(x)} test images; float {assets.top1(real, y):.2f} %", flush=True)
     for name in CONFIGS:

@@ -300,13 +300,6 @@ def test_what_is_not_there_yet_says_so(config):
     from sparsebit.quantization import QuantModel
     from sparsebit.sparse import SparseModel, parse_sconfig
 
-    qmodel = QuantModel(small_net(), config).calibrate(images())
-    with pytest.raises(NotReadyError, match="later release"):
-        qmodel.export_onnx(images()[0], name="x.onnx")
-    with pytest.raises(NotReadyError, match="later release"), qmodel.batchnorm_tuning():
-        pass
-    with pytest.raises(NotReadyError, match="later release"):
-        qmodel.get_quantization_error(images()[0])
     with pytest.raises(NotReadyError, match="adaround"):
         QuantModel(small_net(), config.override("W.QUANTIZER.TYPE", "adaround"))
     with pytest.raises(NotReadyError, match="not part of this release"):

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
-__all__ = ["QuantConfig", "QuantModel", "__version__", "quantize", "verify"]
+__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "quantize", "verify"]
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.quant_config import QuantConfig
+    from sparsebit.quantization.tools.preflight import Preflight
 
 
 def quantize(
@@ -33,6 +34,14 @@ def quantize(
     qmodel = QuantModel(model, config, example=example).calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
+
+
+def preflight(model: Any, example: Any, config: Any = None) -> Preflight:
+    """What would happen to `model`, before anything long is started: quantized with what, float and why, islands,
+    MACs, the memory that calibration needs, what the backend runs in integers."""
+    from sparsebit.quantization import QuantModel
+
+    return QuantModel(model, config, example=example).preflight(example)
 
 
 def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:

@@ -175,6 +175,7 @@ def test_functions_of_an_image():
         lambda x: F.interpolate(x, scale_factor=(1.5, 2.0), mode="bicubic"),
         lambda x: F.interpolate(x, scale_factor=0.5, mode="nearest-exact"),
         lambda x: F.interpolate(x[:, :, 0], size=9, mode="linear"),
+        lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True),
         lambda x: F.grid_sample(x, grid, padding_mode="border", align_corners=False),
         lambda x: F.grid_sample(x, grid, mode="nearest", align_corners=True),
         lambda x: F.affine_grid(torch.ones(2, 2, 3), [2, 3, 4, 4], align_corners=True),
@@ -237,7 +238,7 @@ NETS = {
     "mlp": (lambda: nn.Sequential(nn.Linear(8, 6), nn.Dropout(), nn.SiLU(), nn.Linear(6, 3)), rand(5, 8)),
     "attention": (Attention, rand(3, 5, 16)),
     "sdpa": (Sdpa, rand(3, 5, 16)),
-    "rnn": (Rnn, rand(2, 3, 8)),
+    "rnn": (Rnn, rand(2, 2, 8)),
     "mha": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), rand(3, 5, 16)),
     "tied": (TwiceAndTied, torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(0))),
     "weight norm": (
@@ -307,6 +308,19 @@ def test_the_batch_size_is_free_whatever_the_example_had(batch):
     gm = simplified(trace_export(model, (rand(batch, 5, 16),)))
     for shape in ((1, 5, 16), (2, 9, 16), (7, 5, 16)):
         torch.testing.assert_close(gm(rand(*shape)), model(rand(*shape)), rtol=1e-6, atol=1e-6)
+
+
+class OneIsSpecial(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3 if x.shape[0] == 1 else x
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_batch_of_one_that_is_computed_in_another_way(batch):
+    gm = trace_export(OneIsSpecial(), (rand(batch, 4),))
+    torch.testing.assert_close(gm(rand(batch, 4)), OneIsSpecial()(rand(batch, 4)))
+    with pytest.raises(TraceError, match=r"size 1 of axis 0, not 2|>= 2"):
+        gm(rand(3 - batch, 4))
 
 
 class Branches(nn.Module):
@@ -488,8 +502,10 @@ def test_only_aten_is_translated():
 
 
 # -- exported programs --------------------------------------------------------------------------------
-@pytest.mark.parametrize("kind", ["program", "module", "decomposed"])
-@pytest.mark.parametrize("name", ["cnn", "attention"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("cnn", "program"), ("attention", "module"), ("cnn", "decomposed"), ("mlp", "decomposed")],
+)
 def test_programs_the_user_exported(name, kind):
     model, x, _ = net(name)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: AUTO},), strict=False)

@@ -10,7 +10,9 @@ from torch import nn
 
 import sparsebit
 from models import randomise, sqnr
-from sparsebit.quantization import QuantModel
+from sparsebit.quantization import QuantModel, quant_model
+from sparsebit.quantization.converters.fuse_operations.equalize import equalize_sums
+from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn
 
 
 def chain(act: nn.Module, multiplier: int = 1) -> nn.Module:
@@ -121,3 +123,85 @@ def test_chains_that_cannot_be_folded_are_left_alone():
     assert QuantModel(Shared(), "w8a8").model.dw.equalization is None
     per_tensor = config(True, "W.QSCHEME", "per-tensor-symmetric")
     assert QuantModel(chain(nn.ReLU()), per_tensor).model._3.equalization is None
+
+
+class Residual(nn.Module):
+    """Two linear bottlenecks whose outputs are added; channels of very different size run along the sum."""
+
+    def __init__(self, tail: str = ""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.stem_bn = nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.up, self.down = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 8, 1, bias=False)
+        self.down_bn, self.head, self.tail = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1), tail
+        randomise(self)
+        with torch.no_grad():
+            for bn in (self.stem_bn, self.down_bn):
+                sizes = torch.logspace(-2, 1, 8)
+                bn.weight.copy_(sizes)
+                bn.bias.copy_(0.1 * sizes)
+            for conv in (self.up, self.head):  # what small channels say counts as much
+                conv.weight /= torch.logspace(-2, 1, 8).view(1, -1, 1, 1)
+
+    def forward(self, x):
+        x = self.stem_bn(self.stem(x))
+        x = x + self.down_bn(self.down(torch.relu(self.up(x))))
+        if self.tail == "constant":
+            x = x + 1.0
+        if self.tail == "relu":
+            x = torch.relu(x)
+        return (self.head(x), x) if self.tail == "output" else self.head(x)
+
+
+@pytest.fixture
+def wired(monkeypatch):
+    """The pipeline with equalize_sums in front of fuse_bn."""
+    steps = [step for step in quant_model.PIPELINE if step is not equalize_sums]
+    steps.insert(steps.index(fuse_bn), equalize_sums)
+    monkeypatch.setattr(quant_model, "PIPELINE", steps)
+
+
+def changes(qmodel: QuantModel) -> int:
+    return next(r.changes for r in qmodel.pass_reports if r.name == "equalize_sums")
+
+
+@pytest.mark.parametrize("preset", ["w8a8", "w8a8-tensorrt"])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_sums_keep_float_and_lose_noise(wired, preset, fuse):
+    net, x = Residual().eval(), DATA[0]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    noise = {}
+    for on in (False, True):
+        cfg = sparsebit.QuantConfig.load(preset).override("SCHEDULE.EQUALIZE", on, "SCHEDULE.FUSE_BN", fuse)
+        qmodel = QuantModel(net, cfg)
+        assert changes(qmodel) == int(on)
+        qmodel.calibrate(DATA)
+        with torch.no_grad():
+            torch.testing.assert_close(qmodel(x), net(x), rtol=1e-4, atol=1e-4)
+            qmodel.set_quant(True, True)
+            noise[on] = sqnr(net(x), qmodel(x))
+    assert noise[True] > noise[False] + 3, noise
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_the_factor_is_the_square_root_of_the_range(wired):
+    net = Residual().eval()
+    qmodel = QuantModel(net, config(True, "SCHEDULE.FUSE_BN", False))
+    size = net.stem_bn.weight.detach()  # both batch norms: mean 0.1 s, deviation s; so the ranges go as s
+    want = (size / size.max()).clamp(min=2.0**-8).sqrt()
+    model = qmodel.model
+    for name in ("stem_bn", "down_bn"):
+        torch.testing.assert_close(getattr(model, name).weight, getattr(net, name).weight / want)
+        torch.testing.assert_close(getattr(model, name).bias, getattr(net, name).bias / want)
+    for name in ("up", "head"):
+        torch.testing.assert_close(
+            getattr(model, name).weight, getattr(net, name).weight * want.view(1, -1, 1, 1)
+        )
+    assert torch.equal(model.down.weight, net.down.weight)
+
+
+@pytest.mark.parametrize("tail", ["constant", "relu", "output"])
+def test_sums_that_others_read_are_left_alone(wired, tail):
+    net = Residual(tail).eval()
+    assert changes(QuantModel(net, "w8a8", check=(DATA[0],))) == 0
+    assert changes(QuantModel(Residual().eval(), config(True, "W.QSCHEME", "per-tensor-symmetric"))) == 0

@@ -54,7 +54,7 @@ def text() -> dict[str, Tensor]:
     """Two sentences, the second shorter: padding is part of the test."""
     mask = torch.ones(2, TOKENS, dtype=torch.long)
     mask[1, TOKENS - 3 :] = 0
-    return {"input_ids": torch.randint(3, 128, (2, TOKENS)) * mask, "attention_mask": mask}
+    return {"input_ids": torch.randint(3, 128, (2, TOKENS)), "attention_mask": mask}
 
 
 def tokens() -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
-"""The bias of a layer with quantized input and weight: int32, on the grid of their product, as integer kernels add it."""
+"""The bias of a layer with quantized input and weight: int32 on the grid of their product, as integer kernels add."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import array_of, constant, insert
+from sparsebit.export.graph_edit import array_of, constant, insert, readers
 from sparsebit.export.lowered import BIAS_OF, Lowered
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container_bits
@@ -16,17 +16,25 @@ Array = np.ndarray[Any, Any]
 WITH_BIAS = ("Conv", "ConvTranspose", "Gemm")  # input, weight, bias
 
 
+class Place(NamedTuple):
+    """An input of a node."""
+
+    node: ir.Node
+    idx: int
+
+
 def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
     owner = {site.after: site.name for site in lowered.sites}
-    calls: dict[str, list[tuple[ir.Node, Array | None, Array]]] = {}
+    calls: dict[str, list[tuple[Place, Array | None, Array]]] = {}
     for node in model.graph:
-        if node.op_type not in WITH_BIAS or len(node.inputs) < 3 or node.inputs[2] is None:
+        place = _bias_of(node)
+        bias = array_of(place.node.inputs[place.idx]) if place is not None else None
+        if place is None or bias is None:
             continue
-        x, w = (owner.get(v.name or "") if v is not None else None for v in node.inputs[:2])
-        bias = array_of(node.inputs[2])
-        if w is not None and bias is not None:
+        x, w = owner.get(node.inputs[0].name or ""), owner.get(_weight_of(node))  # type: ignore[union-attr]
+        if w is not None:
             step = None if x is None else _step(node, marks[x], marks[w], bias)
-            calls.setdefault(w, []).append((node, step, bias))
+            calls.setdefault(w, []).append((place, step, bias))
     for name, found in calls.items():
         _, step, bias = found[0]
         if step is None or any(s is None or not np.array_equal(s, step) for _, s, _ in found):
@@ -34,7 +42,25 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
         codes = np.rint(bias.astype(np.float64) / step)
         if np.abs(codes).max(initial=0) < 2**31:
             lowered.bias[name] = codes.astype(np.float32) * step
-            _store(model.graph, [node for node, _, _ in found], name, codes.astype(np.int32), step)
+            _store(model.graph, [place for place, _, _ in found], name, codes.astype(np.int32), step)
+
+
+def _bias_of(node: ir.Node) -> Place | None:
+    """Where the bias goes in: an input of the layer itself, or of the Add behind a MatMul."""
+    if node.op_type in WITH_BIAS and len(node.inputs) > 2 and node.inputs[2] is not None:
+        return Place(node, 2)
+    users = readers(node.outputs[0]) if node.op_type == "MatMul" else []
+    if len(users) != 1 or users[0].op_type != "Add" or node.outputs[0].is_graph_output():
+        return None
+    return Place(users[0], 1 if users[0].inputs[0] is node.outputs[0] else 0)
+
+
+def _weight_of(node: ir.Node) -> str:
+    value = node.inputs[1]
+    made = value.producer() if value is not None else None
+    if node.op_type == "MatMul" and made is not None and made.op_type == "Transpose":
+        value = made.inputs[0]
+    return (value.name if value is not None else None) or ""
 
 
 def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
@@ -54,15 +80,15 @@ def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
     return step if step.size == bias.size else None
 
 
-def _store(graph: ir.Graph, nodes: list[ir.Node], name: str, codes: Array, step: Array) -> None:
+def _store(graph: ir.Graph, places: list[Place], name: str, codes: Array, step: Array) -> None:
     stem = name.removesuffix("weight_quantizer") + "bias"
     zero = np.zeros(step.shape, np.int32)
     parts = (("codes", codes), ("scale", step), ("zero_point", zero))
     values = [constant(graph, f"{stem}/{what}", array) for what, array in parts]
-    out = insert(nodes[0], "DequantizeLinear", values, f"{stem}/DQ", {"axis": 0} if step.ndim else {})
+    out = insert(places[0].node, "DequantizeLinear", values, f"{stem}/DQ", {"axis": 0} if step.ndim else {})
     out.type = ir.TensorType(ir.DataType.FLOAT)
     made = out.producer()
     assert made is not None
     made.metadata_props[BIAS_OF] = name
-    for node in nodes:
-        node.replace_input_with(2, out)
+    for place in places:
+        place.node.replace_input_with(place.idx, out)

@@ -7,7 +7,7 @@ Everything else about the quantizer (grid, weight) stays here, by name; a backen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,21 +26,34 @@ class Mark:
     spec: QuantSpec
     qparams: QParams
     weight: Tensor | None = None  # the float values, after whatever the quantizer does before rounding
+    stored_as: str = ""  # the scheme, where a backend stores the same values in another way
 
     @property
     def is_weight(self) -> bool:
         return self.weight is not None
 
+    @property
+    def scheme(self) -> str:
+        """As the config calls it."""
+        per = "channel" if self.spec.per_channel else "tensor"
+        return self.stored_as or f"per-{per}-{'symmetric' if self.spec.symmetric else 'affine'}"
+
+    def unsigned(self) -> Mark:
+        """The same values with codes from 0 on: every code and the zero point are shifted by half the range."""
+        if not self.spec.symmetric or self.spec.narrow:
+            return self
+        spec = QuantSpec(self.spec.bits, False, self.spec.axis)
+        moved = QParams(self.qparams.scale, self.qparams.zero_point + 2 ** (self.spec.bits - 1))
+        return replace(self, spec=spec, qparams=moved, stored_as=self.scheme)
+
     def describe(self) -> dict[str, str]:
         """What is written beside its nodes in the file."""
-        scheme = f"per-{'channel' if self.spec.per_channel else 'tensor'}-"
-        scheme += "symmetric" if self.spec.symmetric else "affine"
         kind = "weight" if self.is_weight else "activation"
         return {
             "sparsebit.quantizer": self.name,
             "sparsebit.module": self.path,
             "sparsebit.bits": str(self.spec.bits),
-            "sparsebit.scheme": scheme,
+            "sparsebit.scheme": self.scheme,
             "sparsebit.kind": kind,
         }
 

@@ -7,13 +7,22 @@ from typing import Any
 
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import array_of, insert, is_mark, marks_in, name_of, readers, replace
+from sparsebit.export.graph_edit import (
+    array_of,
+    insert,
+    is_mark,
+    made_by,
+    marks_in,
+    name_of,
+    readers,
+    replace,
+)
 from sparsebit.export.marks import DOMAIN, KEY, OP, Mark, Marks
 
 # ops whose output values are values of their first input (Concat: of all inputs); a monotone grid commutes with them
 MOVERS = frozenset(
-    "MaxPool GlobalMaxPool Reshape Flatten Transpose Squeeze Unsqueeze Concat Slice Gather Expand Identity Split "
-    "DepthToSpace SpaceToDepth".split()
+    ["MaxPool", "GlobalMaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Concat", "Slice"]
+    + ["Gather", "Expand", "Identity", "Split", "DepthToSpace", "SpaceToDepth"]
 )
 
 
@@ -116,15 +125,16 @@ def _only_same(value: ir.Value | None, node: ir.Node) -> bool:
 def keep_apart(model: ir.Model) -> int:
     """Stop fusions that would change numbers, or that onnxruntime 1.31 makes and then refuses to run, with a Sum of
     one value:
-    - behind the weight of a convolution below 8 bits: it runs in float, but onnxruntime would round its bias all the
-      same, to the coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
+    - behind a weight below 8 bits: the layer runs in float, but onnxruntime would round its bias all the same, to the
+      coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
     - around an activation with a scale per channel: integer kernels take one scale per activation.
     """
     changed = 0
     for node in list(model.graph):
-        if node.op_type in ("Conv", "ConvTranspose"):
-            kinds = [stored_type(value) for value in node.inputs[:2]]
-            if kinds[1] is not None and not set(kinds) <= {ir.DataType.INT8, ir.DataType.UINT8}:
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            x, w = (stored_type(value) for value in node.inputs[:2])
+            apart = x is not None or node.op_type.startswith("Conv")  # a float input has MatMulNBits
+            if apart and w is not None and w not in (ir.DataType.INT8, ir.DataType.UINT8):
                 node.replace_input_with(1, insert(node, "Sum", [node.inputs[1]], f"{node.name}/apart"))
                 changed += 1
         elif node.op_type == "QuantizeLinear" and "axis" in node.attributes:
@@ -155,6 +165,7 @@ def _behind(node: ir.Node) -> None:
 
 def stored_type(value: ir.Value | None) -> Any:
     """The integer type behind a dequantized value."""
-    made = value.producer() if value is not None else None
-    is_stored = made is not None and made.op_type == "DequantizeLinear" and made.inputs[0] is not None
-    return made.inputs[0].dtype if is_stored and made is not None and made.inputs[0] is not None else None
+    made = made_by(value)
+    if made is None or made.op_type != "DequantizeLinear" or made.inputs[0] is None:
+        return None
+    return made.inputs[0].dtype

@@ -18,10 +18,11 @@ from sparsebit.export.to_onnx import require
 
 Array = np.ndarray[Any, Any]
 # ops of an optimised graph that compute in integers, beside all QLinear* and MatMulInteger*
-INTEGER = frozenset("QGemm QAttention ConvInteger MatMulNBits DynamicQuantizeMatMul".split())
+INTEGER = frozenset(["QGemm", "QAttention", "ConvInteger", "MatMulNBits", "DynamicQuantizeMatMul"])
 COMPUTE = frozenset(
-    "Conv FusedConv ConvTranspose Gemm FusedGemm MatMul FusedMatMul Add Mul AveragePool MaxPool GlobalAveragePool Concat "
-    "Resize Sigmoid LeakyRelu Softmax LSTM GRU RNN".split()
+    ["Conv", "FusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "LSTM", "GRU", "RNN"]
+    + ["Add", "Mul", "AveragePool", "MaxPool", "GlobalAveragePool", "Concat", "Resize", "Sigmoid", "LeakyRelu"]
+    + ["Softmax"]
 )
 
 
@@ -110,8 +111,8 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
     for node in graph.node:
         if node.op_type.startswith(("QLinear", "MatMulInteger")) or node.op_type in INTEGER:
             integer[node.op_type] += 1
-            if node.op_type.startswith("QLinear") or node.op_type == "QGemm":
-                codes.update(node.output)
+            if node.op_type.startswith("QLinear") or (node.op_type == "QGemm" and len(node.input) > 7):
+                codes.update(node.output)  # a QGemm without a grid for its output gives floats
         elif node.input and node.input[0] in codes and node.op_type != "DequantizeLinear":
             integer[node.op_type] += node.op_type in COMPUTE
             codes.update(node.output)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import array_of, readers
+from sparsebit.export.graph_edit import array_of, made_by, readers
+from sparsebit.export.lowered import BIAS_OF
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-NEEDS_OUTPUT = (
-    "Conv",
-    "Add",
-    "AveragePool",
-    "GlobalAveragePool",
-    "Concat",
-    "Sigmoid",
-    "LeakyRelu",
-    "Softmax",
-)
+NEEDS_OUTPUT = ("Conv", "Add", "AveragePool", "GlobalAveragePool", "Concat", "Sigmoid", "LeakyRelu", "Softmax")
+NO_KERNEL = ("ConvTranspose", "LSTM", "GRU", "RNN")
 FUSED_BEHIND = ("Relu", "Clip")
+BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def why_float(model: ir.Model) -> dict[str, str]:
     """By module path (or node name): the reason why the op stays float."""
     found: dict[str, str] = {}
     for node in model.graph:
-        if node.domain or (node.op_type not in WEIGHTED and node.op_type not in NEEDS_OUTPUT):
+        if node.domain or node.op_type not in (*WEIGHTED, *NEEDS_OUTPUT, *NO_KERNEL):
             continue
         reason = _reason(node)
         if reason:
@@ -40,22 +34,32 @@ def where(node: ir.Node) -> str:
 
 
 def _reason(node: ir.Node) -> str:
-    if node.op_type == "ConvTranspose":
-        return "onnxruntime has no integer kernel for ConvTranspose"
-    inputs = node.inputs[:2] if node.op_type in WEIGHTED else node.inputs
-    for value in inputs:
-        if value is None or (node.op_type == "Add" and array_of(value) is not None):
-            continue
-        made = value.producer()
-        if made is not None and made.op_type == "Sum" and len(made.inputs) == 1:  # rewrites.keep_apart
-            made = made.inputs[0].producer() if made.inputs[0] is not None else None
-        if made is None or made.op_type != "DequantizeLinear":
-            return f"its input {value.name!r} is not quantized"
-        kind = made.inputs[0].dtype if made.inputs[0] is not None else None
-        if kind is not None and kind not in (ir.DataType.INT8, ir.DataType.UINT8):
-            return f"{kind.name.lower()} has no integer kernel: the values are dequantized first"
-    if node.op_type in NEEDS_OUTPUT:
-        return _output_reason(node.outputs[0])
+    if node.op_type in NO_KERNEL:
+        return f"onnxruntime has no integer kernel for {node.op_type}"
+    if node.op_type == "Add" and any(_is_constant(value) for value in node.inputs):
+        return ""  # a bias, not a residual addition
+    for value in node.inputs[:2] if node.op_type in WEIGHTED else node.inputs:
+        if value is not None:
+            reason = _input_reason(value)
+            if reason:
+                return reason
+    return _output_reason(node.outputs[0]) if node.op_type in NEEDS_OUTPUT else ""
+
+
+def _is_constant(value: ir.Value | None) -> bool:
+    made = value.producer() if value is not None else None
+    return array_of(value) is not None or (made is not None and BIAS_OF in made.metadata_props)
+
+
+def _input_reason(value: ir.Value) -> str:
+    made = made_by(value)
+    if made is None or made.op_type != "DequantizeLinear" or made.inputs[0] is None:
+        return f"its input {value.name!r} is not quantized"
+    kind = made.inputs[0].dtype
+    if kind is not None and kind not in BYTES:
+        return f"{kind.name.lower()} has no integer kernel: the values are dequantized first"
+    if "axis" in made.attributes and array_of(made.inputs[0]) is None:
+        return "its input has a scale per channel; integer kernels take one scale per activation"
     return ""
 
 
@@ -65,7 +69,7 @@ def _output_reason(value: ir.Value) -> str:
         return "its output is an output of the model"
     if len(users) == 1 and users[0].op_type in FUSED_BEHIND:
         return _output_reason(users[0].outputs[0])
-    if all(u.op_type == "QuantizeLinear" for u in users):
-        return "" if len(users) == 1 else "its readers quantize it in different ways"
-    other = next(u for u in users if u.op_type != "QuantizeLinear")
-    return f"{where(other)} ({other.op_type}) reads its output unquantized"
+    other = next((u for u in users if u.op_type != "QuantizeLinear"), None)
+    if other is not None:
+        return f"{where(other)} ({other.op_type}) reads its output unquantized"
+    return "" if len(users) == 1 else "its readers quantize it in different ways"

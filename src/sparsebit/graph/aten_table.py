@@ -172,15 +172,13 @@ def _first_of(name: str) -> Callable[[Values], Call]:
     return lambda v: Call(getattr(F, name), tuple(v.values()), item=0)
 
 
-def _upsample(mode: str) -> Callable[[Values], Call | None]:
+def _upsample(mode: str, **more: Any) -> Callable[[Values], Call | None]:
     def row(v: Values) -> Call | None:
         if "input" not in v:
             return None  # the overload that ONNX-like programs use
-        scale = v.get("scale_factors")
-        options = {"size": v.get("output_size"), "scale_factor": scale, "mode": mode}
-        return Call(
-            F.interpolate, (v["input"],), {**options, "align_corners": v.get("align_corners") or None}
-        )
+        options = {"size": v.get("output_size"), "scale_factor": v.get("scale_factors"), "mode": mode}
+        options["align_corners"] = v.get("align_corners") or None
+        return Call(F.interpolate, (v["input"],), {**options, **more})
 
     return row
 
@@ -283,6 +281,8 @@ ROWS: dict[str, Callable[[Values], Call | None]] = {
     "upsample_bilinear2d": _upsample("bilinear"),
     "upsample_bicubic2d": _upsample("bicubic"),
     "upsample_trilinear3d": _upsample("trilinear"),
+    "_upsample_bilinear2d_aa": _upsample("bilinear", antialias=True),
+    "_upsample_bicubic2d_aa": _upsample("bicubic", antialias=True),
     "grid_sampler": _grid_sample,
     "grid_sampler_2d": _grid_sample,
     "affine_grid_generator": _function(F.affine_grid),

@@ -64,7 +64,8 @@ def trace_export(
 ) -> fx.GraphModule:
     """`model` through torch.export: `from_exported`, with the signature of the model's own forward.
 
-    args, kwargs  an example call. Sizes that the model does not fix may differ later, those of the batch first.
+    args, kwargs  an example call. Sizes that the model does not fix may differ later, but not the height and the
+                  width of images.
     """
     model = copy.deepcopy(model).eval()
     signature = inspect.signature(model.forward)
@@ -82,6 +83,7 @@ class _Conversion:
         self.signature, self.arguments = arguments_of(exported, signature)
         self.root, self.graph = nn.Module(), fx.Graph()
         self.copies: dict[int, Tensor] = {}  # by the id of the original: tied weights stay tied
+        self.blocks: dict[nn.Module, str] = {exported: ""}  # where the attributes of blocks of code go
         self.alone: set[fx.Node] = set()  # ops that are all of a torch.nn module
         self.device: tuple[torch.device, fx.Node] | None = None  # of the inputs, and an input on it
 
@@ -99,8 +101,7 @@ class _Conversion:
     def _inputs(self) -> dict[fx.Node, Any]:
         """Placeholders as in the user's forward; the leaves of their values stand for the exported placeholders."""
         values = {name: self._placeholder(p) for name, p in self.signature.parameters.items()}
-        ranges = getattr(self.exported, "range_constraints", None) or {}
-        self.root.check_inputs = InputCheck(self.arguments, ranges)
+        self.root.check_inputs = InputCheck(self.arguments, self.exported)
         self.graph.create_node("call_module", "check_inputs", kwargs={**values}, name="check_inputs")
         env: dict[fx.Node, Any] = {}
         for argument, steps, leaf in leaves_of(self.arguments):
@@ -160,7 +161,7 @@ class _Conversion:
         values: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         if op == "wrap_with_set_grad_enabled":
             enabled, block, *values = values
-            no_grad = no_grad or not enabled
+            no_grad = not enabled
         else:
             _, _, enabled, _, block, *values = values
             if enabled or not _has_weights(block):
@@ -177,10 +178,8 @@ class _Conversion:
         if op == "call_module":
             _assign(self.root, str(target), copy.deepcopy(self.exported.get_submodule(str(target))))
         args, kwargs = fx.map_arg((args, kwargs), lambda n: self._value(n, env))
-        if (
-            self.device is not None and kwargs.get("device") == self.device[0]
-        ):  # new tensors follow the inputs
-            kwargs = {**kwargs, "device": self.device[1]}
+        if self.device and kwargs.get("device") == self.device[0]:
+            kwargs = {**kwargs, "device": self.device[1]}  # new tensors follow the inputs
         path = self._path(node, target)
         new = self.graph.create_node(op, target, args, kwargs, name=_identifier(path))
         new.meta = {k: node.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in node.meta}
@@ -195,7 +194,7 @@ class _Conversion:
         value = env[node]
         if not isinstance(value, nn.Module):
             return value
-        name = f"block_{len(self.root._modules)}"
+        name = f"code{len(self.root._modules)}"
         _assign(self.root, name, copy.deepcopy(value))
         return self.graph.get_attr(name)
 
@@ -209,7 +208,8 @@ class _Conversion:
             copied = value.detach().clone()
             is_parameter = isinstance(value, nn.Parameter)
             self.copies[id(value)] = nn.Parameter(copied, value.requires_grad) if is_parameter else copied
-        target = str(node.target) if owner is self.exported else f"block_{id(owner)}.{node.target}"
+        block = self.blocks.setdefault(owner, f"block{len(self.blocks)}.")
+        target = f"{block}{node.target}"
         _assign(self.root, target, self.copies.get(id(value), value))
         return self.graph.create_node("get_attr", target, name=_identifier(target))
 

@@ -77,10 +77,10 @@ class InputCheck(nn.Module):
     bookkeeping = True
     _is_impure = True  # torch.fx keeps the call though nobody uses its result
 
-    def __init__(self, arguments: dict[str, Any], ranges: dict[Any, Any]):
+    def __init__(self, arguments: dict[str, Any], exported: fx.GraphModule):
         super().__init__()
         self.wanted = {_name(a, steps): _wanted(leaf) for a, steps, leaf in leaves_of(arguments)}
-        self.guards = [*_guards(leaf for _, _, leaf in leaves_of(arguments)), *_in_range(ranges)]
+        self.guards = [*_guards(leaf for _, _, leaf in leaves_of(arguments)), *_in_range(exported)]
         self.accepted: set[Any] = set()  # sizes for which the guards were seen to hold
 
     def forward(self, **arguments: Any) -> None:
@@ -105,6 +105,16 @@ class InputCheck(nn.Module):
 
 
 _FIX = "export the model with an example like this input"
+
+
+def check_call(
+    exported: fx.GraphModule, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise if the exported graph is not made for this call."""
+    signature, arguments = arguments_of(exported, signature)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    InputCheck(arguments, exported)(**bound.arguments)
 
 
 class PackOutputs(nn.Module):
@@ -168,7 +178,8 @@ def _wanted(leaf: Any) -> Any:
     """What a leaf must be: a tuple of sizes (numbers, or expressions), or a constant."""
     value = leaf.meta.get("val", UNKNOWN) if isinstance(leaf, fx.Node) else leaf
     if isinstance(value, Tensor):
-        return tuple(size if isinstance(size, int) else size.node.expr for size in value.shape)
+        sizes = [size if isinstance(size, int) else size.node.expr for size in value.shape]
+        return tuple(int(size) if isinstance(size, int) or size.is_number else size for size in sizes)
     return UNKNOWN if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
@@ -203,7 +214,9 @@ def _guards(leaves: Iterator[Any]) -> list[Any]:
     return []
 
 
-def _in_range(ranges: dict[Any, Any]) -> list[Any]:
-    """Bounds of sizes; a lower one of 2 only says that torch.export does not look at 0 and 1."""
-    low = [symbol >= r.lower for symbol, r in ranges.items() if r.lower > 2]
+def _in_range(exported: fx.GraphModule) -> list[Any]:
+    """Bounds of sizes. A lower one of 2 only says that torch.export did not look at 0 and 1."""
+    ranges = getattr(exported, "range_constraints", None) or {}
+    usual = 1 if exported.meta.get("not_for_one") else 2
+    low = [symbol >= r.lower for symbol, r in ranges.items() if r.lower > usual]
     return low + [symbol <= r.upper for symbol, r in ranges.items() if r.upper.is_finite and r.upper < 2**31]

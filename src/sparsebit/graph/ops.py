@@ -83,6 +83,8 @@ def writes_input(node: fx.Node, gm: fx.GraphModule) -> bool:
         return True
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or _inplace_argument(node):
         return True
+    if getattr(node.target, "__module__", "") == "_operator":
+        return False  # operator.and_ is named so only because `and` is taken
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 

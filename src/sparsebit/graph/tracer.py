@@ -65,9 +65,7 @@ class LeafTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if module_qualified_name in self.islands:
             return True
-        if self._probe(module_qualified_name, self.skipped_module_names) or self.is_known(
-            forward_owner(type(m))
-        ):
+        if self._probe(module_qualified_name, self.skipped_module_names) or self.is_known(type(m)):
             return True
         # nn.TransformerEncoder and the like are made of layers: look inside
         made_of_layers = any(True for _ in m.children())

@@ -194,7 +194,7 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
 
 
 def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any) -> None:
-    """Drop what lowering left unused, and stack traces with paths of this machine; write the quantizers into the file."""
+    """Drop what lowering left unused and stack traces of this machine; write the quantizers into the file."""
     import onnx_ir.passes.common as common
 
     common.RemoveUnusedNodesPass()(graph)

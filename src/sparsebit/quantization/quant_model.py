@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from sparsebit.errors import CalibrationError, NotReadyError
+from sparsebit.errors import CalibrationError
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.islands import Island
 from sparsebit.graph.passes import GraphPass, run_passes
@@ -26,6 +26,7 @@ from sparsebit.quantization.tools.calibration import CalibrationRunner
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
+    from sparsebit.quantization.tools.preflight import Preflight
 
 __all__ = ["QuantModel"]
 
@@ -188,14 +189,25 @@ class QuantModel(nn.Module):
         """Write the graph as a mermaid diagram into the open file `f`."""
         f.write(to_mermaid(self.model))
 
-    @contextmanager
-    def batchnorm_tuning(self) -> Iterator[None]:
-        raise NotReadyError("batchnorm_tuning() comes with a later release")
-        yield
+    def preflight(self, example: Any = None) -> Preflight:
+        """What is quantized with what, what stays float and why; with an example also MACs and memory."""
+        from sparsebit.quantization.tools.preflight import preflight
+
+        return preflight(self, example)
+
+    def batchnorm_tuning(self) -> AbstractContextManager[None]:
+        """`with qmodel.batchnorm_tuning(): qmodel(x)`: batch norms that fit the quantized network, then folded.
+
+        Needs a calibrated model built with SCHEDULE.BN_TUNING: true.
+        """
+        from sparsebit.quantization.tools.batchnorm_tuning import batchnorm_tuning
+
+        return batchnorm_tuning(self)
 
     def get_quantization_error(
         self, data: Any, checker: Callable[..., Any] = nn.functional.mse_loss, is_async: bool = True
     ) -> dict[str, Any]:
+        """The error of each layer's output: quantized alone (async), or with everything before it (sync)."""
         from sparsebit.quantization.tools import QuantizationErrorProfiler
 
         return QuantizationErrorProfiler(self.model).apply(data, checker, is_async)

@@ -51,7 +51,10 @@ class Mixed(nn.Module):
 
 def mixed():
     cfg = sparsebit.QuantConfig.load("w4a8").override(
-        "W.SPECIFIC", [{"fc2": ["QUANTIZER.DISABLE", True]}], "A.SPECIFIC", [{"norm": ["QUANTIZER.DISABLE", True]}]
+        "W.SPECIFIC",
+        [{"fc2": ["QUANTIZER.DISABLE", True]}],
+        "A.SPECIFIC",
+        [{"norm": ["QUANTIZER.DISABLE", True]}],
     )
     return QuantModel(Mixed().eval(), cfg)
 
@@ -74,6 +77,14 @@ def test_every_op_says_what_happens_to_it():
     assert [row.name for row in report.rows] == calls
 
 
+def test_a_folded_norm_says_where_it_is():
+    report = preflight(QuantModel(small_net(), "w8a8"))
+    assert {"absorbed: into conv1", "absorbed: into layer1_1_conv2"} <= set(states(report).values())
+    assert sum(row.op == "BatchNorm" for row in report.rows) == 5
+    kept = preflight(QuantModel(small_net(), {"SCHEDULE": {"FUSE_BN": False}}))
+    assert states(kept)["bn1"].startswith("float: ")
+
+
 def test_the_inputs_of_an_op_belong_to_its_row():
     report = preflight(QuantModel(Attention(), "w8a8"))
     (row,) = [r for r in report.rows if r.name == "matmul"]
@@ -86,7 +97,13 @@ def test_parameters_that_no_quantizer_covers():
     report = preflight(mixed())
     found = {u.path: u for u in report.uncovered}
     total = sum(p.nbytes for p in Mixed().parameters())
-    assert set(found) == {"table", "fc2.weight", "*.bias of Linear", "*.weight of LayerNorm", "*.bias of LayerNorm"}
+    assert set(found) == {
+        "table",
+        "fc2.weight",
+        "*.bias of Linear",
+        "*.weight of LayerNorm",
+        "*.bias of LayerNorm",
+    }
     assert found["fc2.weight"].shape == (8, 8) and found["fc2.weight"].bytes == 256
     assert found["*.bias of Linear"].tensors == 3
     assert found["table"].share == pytest.approx(128 / total)
@@ -171,7 +188,12 @@ def test_text_dict_and_repr():
     report = preflight(QuantModel(small_net(), "w8a8"), X)
     text = str(report)
     assert repr(report) == text and len({len(line) for line in text.splitlines()}) > 1
-    for piece in ("conv1", "W8 per-channel symmetric / A8 per-tensor affine", "100.0 % quantized", "an estimate"):
+    for piece in (
+        "conv1",
+        "W8 per-channel symmetric / A8 per-tensor affine",
+        "100.0 % quantized",
+        "an estimate",
+    ):
         assert piece in text
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["rows"][0]["name"] == "conv1" and plain["totals"] == report.totals

@@ -29,6 +29,8 @@ class OnnxruntimeBackend(Backend):
         from sparsebit.export.clips import absorb_clips
         from sparsebit.export.qdq import lower_marks
 
+        # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
+        marks = {name: mark if mark.is_weight else mark.unsigned() for name, mark in marks.items()}
         rewrites.mean_to_pool(model)
         aliases = rewrites.merge_equal(model, marks)
         rewrites.hoist(model, marks)

@@ -51,9 +51,10 @@ def find_qmodule(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
 
 
 def qmodule_of(cls: type) -> type[nn.Module] | None:
-    """The class that replaces modules of class `cls`, or None."""
+    """The class that replaces modules of class `cls`, or None: that of any base with the same forward."""
     owner = forward_owner(cls)
-    return _first(cls, owner, _dotted(owner))
+    same_forward = cls.__mro__[: cls.__mro__.index(owner) + 1]
+    return _first(*same_forward, _dotted(owner))
 
 
 def __getattr__(name: str) -> Any:
@@ -65,7 +66,8 @@ def __getattr__(name: str) -> Any:
 
 def is_known(op: Any) -> bool:
     """Is there a QModule for this class or function?"""
-    return _first(op, _dotted(op)) is not None
+    found = qmodule_of(op) if isinstance(op, type) and issubclass(op, nn.Module) else _first(op, _dotted(op))
+    return found is not None
 
 
 def _first(*keys: Any) -> type[nn.Module] | None:

@@ -20,9 +20,9 @@ log = logging.getLogger("sparsebit")
 
 
 def gs_scaling(x: Tensor, ratio: float) -> Tensor:
-    """`x`, with its gradient multiplied by `ratio`."""
+    """`x` itself, to the last bit, with its gradient multiplied by `ratio`."""
     scaled = x * ratio
-    return (x - scaled).detach() + scaled
+    return x.detach() + (scaled - scaled.detach())
 
 
 @register_quantizer

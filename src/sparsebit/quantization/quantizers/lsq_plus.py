@@ -57,8 +57,10 @@ class LSQPlusQuantizer(BaseQuantizer):
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ratio = 1.0 / max(x.numel() / self.scale.numel() * self.spec.qmax, 1) ** 0.5
-        scale = gs_scaling(self.scale.abs(), ratio)
-        return scale, gs_scaling(self.zero_point, ratio) if self.zero_point.requires_grad else self.zero_point
+        # 0 stays on the grid, and the zero point a code; its gradient passes, so that it can come back
+        zero_point = gs_scaling(self.zero_point, ratio)
+        inside = zero_point.detach().clamp(self.spec.qmin, self.spec.qmax)
+        return gs_scaling(self.scale.abs(), ratio), zero_point + (inside - zero_point.detach())
 
 
 Quantizer = LSQPlusQuantizer

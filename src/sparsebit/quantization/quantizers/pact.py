@@ -34,13 +34,16 @@ class PACTQuantizer(BaseQuantizer):
 
     def __init__(self, config: Any):
         super().__init__(config)
+        self._negative = False
         self.alpha = nn.Parameter(torch.tensor([float(self.params.alpha_value)]))
 
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Clip to [-alpha or 0, alpha] (where alpha gets its gradient), then round on the grid of that range."""
+        return fake_quantize(self.transform(x), qparams_from_minmax(*self._range(), self.spec), self.spec)
+
+    def transform(self, x: Tensor) -> Tensor:
         low, alpha = self._range()
-        clipped = torch.minimum(torch.maximum(x, low), alpha)
-        return fake_quantize(clipped, qparams_from_minmax(low, alpha, self.spec), self.spec)
+        return torch.minimum(torch.maximum(x, low.to(x)), alpha.to(x))
 
     def current_qparams(self) -> QParams:
         found = qparams_from_minmax(*self._range(), self.spec)
@@ -48,10 +51,20 @@ class PACTQuantizer(BaseQuantizer):
 
     def _range(self) -> tuple[Tensor, Tensor]:
         alpha = self.alpha.abs()
-        return -alpha if self._signed() else torch.zeros_like(alpha), alpha
+        return -alpha if self.is_symmetric or self._negative else torch.zeros_like(alpha), alpha
 
-    def _signed(self) -> bool:
-        return self.is_symmetric or bool((self.zero_point > self.spec.qmin).any())
+    def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+        found = super()._set_qparams(scale, zero_point)
+        self._look()
+        return found
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._look()
+
+    def _look(self) -> None:
+        """Did calibration see negative values? Kept as a plain value: an exporter cannot branch on a tensor."""
+        self._negative = bool((self.zero_point > self.spec.qmin).any())
 
 
 Quantizer = PACTQuantizer

@@ -32,7 +32,7 @@ RULES: dict[str, BackendRules] = {
             *("MatMul", "Add", "Mul", "Concat", "*AvgPool*", "MaxPool*", "LeakyReLU", "Sigmoid", "Softmax"),
         ),
         free_output=("Linear", "MatMul", "MaxPool*"),
-        slow_symmetric="signed or symmetric activations cost 1.3 to 3 x on x86: write A.QSCHEME: per-tensor-affine",
+        slow_symmetric="symmetric activations cost 1.3 to 2.3 x on x86: write A.QSCHEME: per-tensor-affine",
     ),
     "tensorrt": BackendRules(
         integer=(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "Add", "*AvgPool*", "MaxPool*"), symmetric=True

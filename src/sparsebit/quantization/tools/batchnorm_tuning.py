@@ -34,9 +34,9 @@ from sparsebit.quantization.tools.calibration import calibrate_weight
 def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
     """Run batches through `qmodel` inside the block; at its end the batch norms are tuned and folded.
 
-    The model must be calibrated and built with SCHEDULE.BN_TUNING: true, which keeps the norms. Inside the block weights
-    and activations are quantized and the model is in eval mode; both come back afterwards. If the block raises,
-    nothing has changed.
+    The model must be calibrated and built with SCHEDULE.BN_TUNING: true, which keeps the norms. Inside the block
+    weights and activations are quantized and the model is in eval mode; both come back afterwards. If the block
+    raises, nothing has changed.
     """
     gm: fx.GraphModule = qmodel.model
     norms = [m for m in gm.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
@@ -73,7 +73,7 @@ class _Tuned:
         self.mean, self.var = (_alone(norm.running_mean), _alone(norm.running_var))
         self.shift, self.float_var, self.quant_var = (torch.zeros_like(self.var) for _ in range(3))
         self.count = 0
-        self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # of the float pass; several if it is called twice
+        self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # of the float pass; two if it is called twice
 
     def see_float(self, x: Tensor) -> None:
         self.reset()
@@ -145,8 +145,10 @@ def fold(gm: fx.GraphModule) -> None:
     pairs = []
     for node in gm.graph.nodes:
         bn = module_of(node, gm) if node.op == "call_module" else None
-        source = node.all_input_nodes[0] if isinstance(bn, _BatchNorm) and bn.running_var is not None else None
-        layer = module_of(source, gm) if source is not None and source.op == "call_module" else None
+        if not isinstance(bn, _BatchNorm) or bn.running_var is None or not node.all_input_nodes:
+            continue
+        source = node.all_input_nodes[0]
+        layer = module_of(source, gm) if source.op == "call_module" else None
         if isinstance(layer, QuantOpr) and layer.weight is not None:
             pairs.append((layer, layer.weight, affine_of(bn)[0]))
     run_passes(gm, [GraphPass("fuse_bn", fuse_bn.run)])

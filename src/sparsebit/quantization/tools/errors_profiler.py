@@ -7,7 +7,7 @@ quantized too, so errors add up along the way. Both walk the graph once, node by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.lanes import Lane, advance
+from sparsebit.graph.lanes import Batch, Lane, advance
 from sparsebit.graph.ops import module_of
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Quantizer
@@ -46,8 +46,7 @@ class QuantizationErrorProfiler:
             walk = _Walk(self.model, chosen, checker, is_async)
             lanes = [Lane(self.model, batches)]
             if not is_async:
-                lanes.append(_QuantizedLane(self.model, batches, base=lanes[0], differs=walk.differs))
-                lanes[1].walk = walk
+                lanes.append(_QuantizedLane(walk, batches, base=lanes[0]))
             for node in self.model.graph.nodes:
                 with walk.watching(node):
                     advance(node, lanes)
@@ -63,7 +62,9 @@ def chosen_quantizers(model: nn.Module) -> set[Quantizer]:
 class _QuantizedLane(Lane):
     """The view in which everything is quantized."""
 
-    walk: _Walk
+    def __init__(self, walk: _Walk, batches: Sequence[Batch], base: Lane):
+        super().__init__(walk.gm, batches, base=base, differs=walk.differs)
+        self.walk = walk
 
     def _compute(self, node: fx.Node) -> None:
         with self.walk.quantized(node):
@@ -98,7 +99,8 @@ class _Walk:
     def watching(self, node: fx.Node) -> Iterator[None]:
         with ExitStack() as handles:
             add = lambda handle: handles.callback(handle.remove)
-            for inside, module in module_of(node, self.gm).named_modules() if node.op == "call_module" else ():
+            root = module_of(node, self.gm) if node.op == "call_module" else nn.Module()
+            for inside, module in root.named_modules():
                 quantizers = _below(module, self.chosen)
                 if not quantizers or (inside and not isinstance(module, QuantOpr)):
                     continue

@@ -83,7 +83,9 @@ def carries_for(node: fx.Node) -> fx.Node | None:
 def moves_values(module: nn.Module | None) -> bool:
     """Is it a QModule that only moves values, or picks some?"""
     cls = type(module)
-    return isinstance(module, Opr) and (cls.__module__.rpartition(".")[2] in MOVERS or "MaxPool" in cls.__name__)
+    return isinstance(module, Opr) and (
+        cls.__module__.rpartition(".")[2] in MOVERS or "MaxPool" in cls.__name__
+    )
 
 
 def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:

@@ -60,7 +60,8 @@ class Preflight:
         ]
         if "macs" in t:
             ints = f", {share(t['integer_macs'], t['macs'])} in integers by {self.backend}"
-            per_batch = f", and {size(t['bytes_per_batch'])} more with every batch" if t["bytes_per_batch"] else ""
+            more = t["bytes_per_batch"]
+            per_batch = f", and {size(more)} more with every batch" if more else ""
             lines += [
                 f"MACs         {count(t['macs'])}; {share(t['quantized_macs'], t['macs'])} quantized"
                 + (ints if self.backend in RULES else ""),
@@ -80,7 +81,8 @@ class Preflight:
 
     def _islands(self) -> str:
         cells = [[i["path"] or "(the model)", i["error"], i["line"]] for i in self.islands]
-        return "islands: not traced, run as they are\n" + table(["path", "error", "line"], cells) if cells else ""
+        head = "islands: not traced, run as they are\n"
+        return head + table(["path", "error", "line"], cells) if cells else ""
 
     def _uncovered(self) -> str:
         cells = []
@@ -112,8 +114,10 @@ def preflight(qmodel: Any, example: Any = None, backend: str | None = None) -> P
 
 def _folded(gm: fx.GraphModule) -> list[Row]:
     """BatchNorms that are part of a convolution now."""
-    folded = gm.meta.get("folded", {})
-    return [Row(path.replace(".", "_"), path, "BatchNorm", "absorbed", f"into {to}") for path, to in folded.items()]
+    names = (name for name, value in vars(gm).items() if isinstance(value, nn.Module))  # aliases of fuse_bn
+    folded = gm.meta.get("folded") or {name: name.removesuffix("_bn") for name in names}
+    row = lambda path, to: Row(path.replace(".", "_"), path, "BatchNorm", "absorbed", f"into {to}")
+    return [row(path, to) for path, to in folded.items()]
 
 
 def _covered(gm: fx.GraphModule) -> set[nn.Parameter]:
@@ -148,7 +152,8 @@ def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
 
 def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> dict[str, int]:
     everything, covered = _parameters(gm), _covered(gm)
-    totals = {state: sum(r.state == state for r in rows) for state in ("quantized", "absorbed", "float", "island")}
+    states = ("quantized", "absorbed", "float", "island")
+    totals = {state: sum(r.state == state for r in rows) for state in states}
     totals["bytes"] = sum(p.nbytes for _, _, p in everything)
     totals["covered_bytes"] = sum(p.nbytes for p in covered)
     totals["quantized_bytes"] = totals["bytes"] - sum(r.bytes - r.quantized_bytes for r in rows)

@@ -178,7 +178,7 @@ def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
 
 
 def output_on_grid(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Does everything that reads this value quantize it? Ops that a runtime fuses or that only move it may be between."""
+    """Does everything that reads this value quantize it? Ops that are fused or only move it may stand between."""
     if not node.users:
         return False
     for user in node.users:

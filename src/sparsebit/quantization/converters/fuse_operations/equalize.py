@@ -156,7 +156,7 @@ def _streams(gm: fx.GraphModule, calls: Any) -> list[Stream]:
             if calls[str(node.target)] == 1 and _can_scale(module, inputs[0], gm):
                 statistics = (module.bias.detach().double(), module.weight.detach().double() ** 2)
                 of[node] = Stream({node: statistics}, [module])
-        elif isinstance(module, (QAdd, QIdentity)) and _same_channels(inputs, of) and not node.kwargs:
+        elif isinstance(module, (QAdd, QIdentity)) and _hands_on(node, inputs, of):
             known = [of[i].values[i] for i in inputs]
             small, large = sorted((of[inputs[0]], of[inputs[-1]]), key=lambda s: len(s.values))
             if small is not large:
@@ -168,8 +168,12 @@ def _streams(gm: fx.GraphModule, calls: Any) -> list[Stream]:
     return list(dict.fromkeys(of.values()))
 
 
-def _same_channels(inputs: list[fx.Node], of: dict[fx.Node, Stream]) -> bool:
-    return bool(inputs) and all(i in of for i in inputs) and len({len(of[i].values[i][0]) for i in inputs}) == 1
+def _hands_on(node: fx.Node, inputs: list[fx.Node], of: dict[fx.Node, Stream]) -> bool:
+    """All it takes are values of streams, of the same channels: no constant, no alpha."""
+    only_values = len(node.args) == len(inputs) > 0 and not node.kwargs
+    return (
+        only_values and all(i in of for i in inputs) and len({len(of[i].values[i][0]) for i in inputs}) == 1
+    )
 
 
 def _can_scale(norm: QBatchNorm2d, source: fx.Node, gm: fx.GraphModule) -> bool:
