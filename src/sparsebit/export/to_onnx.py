@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from sparsebit.errors import ExportError
-
-log = logging.getLogger("sparsebit")
 
 
 def to_onnx(
@@ -30,14 +30,17 @@ def to_onnx(
 ) -> Any:
     """An onnx_ir.Model of `model`; the caller has put it into eval and export mode."""
     require("onnx", "onnxscript", "onnx_ir")
-    if dynamic_axes is not None and dynamic_shapes is None:
-        dynamic_shapes = shapes_from_axes(dynamic_axes, args, kwargs, input_names)
+    named = named_inputs(model, args, kwargs)
+    if dynamic_axes and dynamic_shapes is None:
+        dynamic_shapes = shapes_from_axes(dynamic_axes, named, input_names, output_names)
+    if isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = {name: dynamic_shapes.get(name) for name in named}
     try:
         with _quiet(verbose):
             program = torch.onnx.export(
                 model,
                 args,
-                kwargs=dict(kwargs),
+                kwargs={name: kwargs[name] for name in named if name in kwargs},
                 input_names=input_names,
                 output_names=output_names,
                 opset_version=opset,
@@ -46,7 +49,7 @@ def to_onnx(
                 verbose=verbose,
             )
     except Exception as error:
-        raise ExportError(_explain(error)) from error
+        raise ExportError(_explain(error, model)) from error
     assert program is not None
     return program.model
 
@@ -60,57 +63,97 @@ def require(*packages: str) -> None:
         raise ExportError(f"export needs {', '.join(missing)}: pip install 'sparsebit[onnx]'")
 
 
+def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, in the order of the forward: torch.export reads keywords by their position."""
+    try:
+        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise ExportError(f"dummy_data: does not fit the forward of the model: {error}") from None
+
+
 def shapes_from_axes(
-    dynamic_axes: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Any
-) -> tuple[Any, ...] | dict[str, Any]:
-    """`{"x": {0: "batch"}}` or `{"x": [0, 2]}`, the old form -> torch.export's dynamic_shapes."""
-    dims: dict[str, Any] = {}
+    axes: Mapping[str, Any],
+    named: Mapping[str, Any],
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+) -> dict[str, Any]:
+    """`{"x": {0: "batch"}}` or `{"x": [0, 2]}`, the old form -> torch.export's dynamic_shapes.
 
-    def dim(label: str) -> Any:
-        return dims.setdefault(label, torch.export.Dim.DYNAMIC)
+    A key is the name of an input in the file (input_names) or in the forward; names of outputs follow from these.
+    """
+    outside = dict(zip(named, input_names or ()))  # name in the forward -> name in the file
+    unknown = [key for key in axes if key not in {*named, *outside.values(), *(output_names or ())}]
+    if len(unknown) == len(axes) and not input_names and len(axes) <= len(named):
+        outside = dict(zip(named, axes))  # the old exporter took any name, in order
+    elif unknown and output_names:
+        raise ExportError(
+            f"dynamic_axes: {', '.join(unknown)} is no input or output; inputs are "
+            f"{', '.join(outside.get(name, name) for name in named)}"
+        )
+    return {name: _labels(axes.get(outside.get(name, name), axes.get(name)), name) for name in named}
 
-    def of(name: str) -> dict[int, Any] | None:
-        axes = dynamic_axes.get(name)
-        if axes is None:
-            return None
-        labels = axes.items() if isinstance(axes, Mapping) else ((i, f"{name}_{i}") for i in axes)
-        return {int(i): dim(str(label)) for i, label in labels}
 
-    names = list(names or [])
-    unknown = [n for n in dynamic_axes if n not in names and n not in kwargs]
-    if len(names) < len(args):
-        if unknown and not names:
-            names = list(dynamic_axes)[: len(args)]  # the old exporter did not ask for input_names either
-        names += [f"arg{i}" for i in range(len(names), len(args))]
-    by_position = tuple(of(names[i]) for i in range(len(args)))
-    if not kwargs:
-        return by_position
-    return {**{names[i]: shape for i, shape in enumerate(by_position)}, **{k: of(k) for k in kwargs}}
+def _labels(axes: Any, name: str) -> dict[int, Any] | None:
+    if not axes:
+        return None
+    if isinstance(axes, Mapping):
+        return {int(i): str(label) for i, label in axes.items()}
+    return {int(i): f"{name}_{i}" for i in axes}
 
 
 @contextlib.contextmanager
 def _quiet(verbose: bool) -> Iterator[None]:
-    """torch's exporter talks about packages that are not there and about its own plans."""
+    """torch's exporter talks about packages that are not there, its own plans, and every failed attempt."""
     if verbose:
         yield
         return
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        sink = io.StringIO()
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(sink),
+            contextlib.redirect_stderr(sink),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
-def _explain(error: BaseException) -> str:
-    """The innermost reason, without the exporter's framing."""
-    while error.__cause__ is not None:
+def _explain(error: BaseException, model: nn.Module) -> str:
+    """The innermost reason and the module it is in, without the exporter's framing."""
+    where = ""
+    while True:
+        where = _module_path(error, model) or where
+        if error.__cause__ is None:
+            break
         error = error.__cause__
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in str(error).split("While executing")[0].splitlines() if line.strip()]
     return (
-        f"torch's exporter cannot translate the model: {type(error).__name__}: {' '.join(lines[:6])[:800]}\n"
-        f"  fix: replace the op it names, or put the module around it into SKIP_TRACE_MODULES and export without it"
+        f"torch's exporter cannot translate {where or 'the model'}: {type(error).__name__}: "
+        f"{' '.join(lines[:2])[:600]}\n"
+        f"  fix: write that part with other ops, or cut it off and export the rest of the model"
     )
+
+
+def _module_path(error: BaseException, model: nn.Module) -> str:
+    """The path of the module whose node the exporter was at, from the frames of the error."""
+    paths = (
+        {str(n.target): n.meta.get("path") or n.name for n in model.graph.nodes}
+        if hasattr(model, "graph")
+        else {}
+    )
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        for name in ("node", "n"):
+            node = frame.f_locals.get(name)
+            if not isinstance(node, fx.Node):
+                continue
+            if node.op == "call_module":
+                return str(paths.get(str(node.target), node.target))
+            stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+            known = [paths[path] for path in stack if path in paths]
+            if known or stack:
+                return str((known or stack)[-1])
+    return ""

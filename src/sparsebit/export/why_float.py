@@ -8,7 +8,16 @@ from sparsebit.export.graph_edit import array_of, made_by, readers
 from sparsebit.export.lowered import BIAS_OF
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-NEEDS_OUTPUT = ("Conv", "Add", "AveragePool", "GlobalAveragePool", "Concat", "Sigmoid", "LeakyRelu", "Softmax")
+NEEDS_OUTPUT = (
+    "Conv",
+    "Add",
+    "AveragePool",
+    "GlobalAveragePool",
+    "Concat",
+    "Sigmoid",
+    "LeakyRelu",
+    "Softmax",
+)
 NO_KERNEL = ("ConvTranspose", "LSTM", "GRU", "RNN")
 FUSED_BEHIND = ("Relu", "Clip")
 BYTES = (ir.DataType.INT8, ir.DataType.UINT8)

@@ -29,6 +29,7 @@ from sparsebit.graph.exported_io import (
 )
 from sparsebit.graph.no_grad import bracket_no_grad
 from sparsebit.graph.run_export import run_export
+from sparsebit.graph.trace import own_copy
 
 __all__ = ["from_exported", "is_exported", "trace_export"]
 
@@ -67,7 +68,7 @@ def trace_export(
     args, kwargs  an example call. Sizes that the model does not fix may differ later, but not the height and the
                   width of images.
     """
-    model = copy.deepcopy(model).eval()
+    model = own_copy(model).eval()
     signature = inspect.signature(model.forward)
     exported, build = run_export(model, args, dict(kwargs or {}))
     return _Conversion(exported, signature, build, clone=False).result(type(model).__name__)

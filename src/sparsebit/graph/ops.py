@@ -107,7 +107,12 @@ def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def is_bookkeeping(node: fx.Node) -> bool:
-    """Calls that compute nothing: making an output object, `no_grad` around a block."""
+    """Calls that compute nothing: making an output object, checking inputs, `no_grad` around a block."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        return owner is not None and bool(
+            getattr(owner.get_submodule(str(node.target)), "bookkeeping", False)
+        )
     package = str(getattr(node.target, "__module__", ""))
     return node.op == "call_function" and (
         isinstance(node.target, type) or package == "sparsebit.graph.no_grad"

@@ -65,7 +65,7 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
     """Trace until no new island turns up: the last run is clean of half-traced ones. None: the root is one."""
     while True:
         known = len(tracer.islands)
-        copied = _own_copy(model)
+        copied = own_copy(model)
         if tracer.is_leaf_module(copied, "") and not isinstance(copied, (nn.ModuleList, nn.ModuleDict)):
             copied = nn.Sequential(copied).train(copied.training)  # a single layer is a network too
         state = State(copied)
@@ -75,7 +75,7 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
             state.settle()
         except Exception as error:
             tracer.islands[""] = island("", error)
-            return _own_copy(model), None
+            return own_copy(model), None
         if len(tracer.islands) == known:
             bracket_no_grad(graph)
             for node in graph.nodes:  # torch.fx.wrap would be called again, on names that are no functions
@@ -149,7 +149,8 @@ def _eval(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def _own_copy(model: nn.Module) -> nn.Module:
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy of everything the model holds."""
     # what a forward left in the model (`self.features = x`) is part of an autograd graph: copy its value only
     left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.export import runtime
-from sparsebit.export.certify import Certificate, QuantizerCheck, check_output, disturbed
+from sparsebit.export.certify import FLOAT_ROUNDING, Certificate, QuantizerCheck, check_output, disturbed
 from sparsebit.export.marks import Mark
 from sparsebit.export.report import ExportReport
 from sparsebit.numeric import fake_quantize
@@ -24,7 +24,9 @@ def certify(
     qmodel: Any, file: Path, calls: list[Call], more: list[Call], marks: Mapping[str, Mark], lowered: Any
 ) -> ExportReport:
     """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
-    certificate = Certificate()
+    kinds = {p.dtype for p in qmodel.parameters() if p.is_floating_point()}
+    coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    certificate = Certificate(rounding=max(FLOAT_ROUNDING, 8 * coarsest))
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
     check_end_to_end(qmodel, file, [*calls, *more], certificate)

@@ -97,8 +97,11 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
 
 def call_of(qmodel: Any, batch: Any) -> Call:
     """A batch, in any form that calibrate() takes, as the arguments of one forward, where the model is."""
-    call = as_call(batch, signature_of(qmodel))
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().to(qmodel.device), call)  # type: ignore[no-any-return]
+    signature = signature_of(qmodel)
+    args, kwargs = as_call(batch, signature)
+    kwargs = {name: kwargs[name] for name in (*signature.parameters, *kwargs) if name in kwargs}
+    call: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().to(qmodel.device), (args, kwargs))
+    return call
 
 
 def calls_of(qmodel: Any, batches: Any) -> list[Call]:

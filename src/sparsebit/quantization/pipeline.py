@@ -123,7 +123,8 @@ def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[n
 
 def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
     patterns = ctx.config.skip_trace_modules if node.op == "call_module" else ()
-    return any(fnmatchcase(str(node.target), pattern) for pattern in patterns)
+    names = (str(node.target), str(node.meta.get("path", "")))
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _quantize_island(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> int:

@@ -174,6 +174,17 @@ def test_a_model_that_is_one_island():
     assert report.totals["bytes"] == report.totals["covered_bytes"] + 32
 
 
+def test_a_layer_made_of_layers():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    report = preflight(QuantModel(nn.Sequential(layer), "w8a8"), torch.randn(2, 5, 8))
+    found = {row.path: row for row in report.rows}
+    assert found["0"].state == found["0.self_attn"].state == "parts"
+    assert found["0.self_attn.q_proj"].bytes == 4 * 72 and found["0.self_attn"].bytes == 0
+    assert found["0.self_attn"].macs == found["0.self_attn"].quantized_macs == 2 * 2 * 5 * 5 * 8
+    assert sum(row.bytes for row in report.rows) == sum(p.nbytes for p in layer.parameters())
+    assert report.totals["integer_macs"] == report.totals["macs"]
+
+
 def test_totals_are_the_sum_of_the_rows():
     report = preflight(QuantModel(small_net(), "w8a8"), X)
     t = report.totals
@@ -198,6 +209,16 @@ def test_text_dict_and_repr():
     plain = json.loads(json.dumps(report.as_dict()))
     assert plain["rows"][0]["name"] == "conv1" and plain["totals"] == report.totals
     assert "not counted" in str(preflight(QuantModel(small_net(), "w8a8")))
+
+
+def test_bits_for_the_picture():
+    from sparsebit.graph import to_mermaid
+    from sparsebit.quantization.tools.layers import bits_label
+
+    qmodel = QuantModel(WithIsland(), "w4a8")
+    text = to_mermaid(qmodel.model, bits_label(qmodel.model))
+    assert '["head QLinear W4 A8"]:::quantized' in text
+    assert '["stubborn Stubborn W4 A8"]:::quantized' in text
 
 
 # -- backends ---------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ FRESH = frozenset(  # ops whose result is memory of its own
             nn.Tanh,
         ),
         *(F.conv1d, F.conv2d, F.conv3d, F.linear, F.interpolate, F.max_pool2d, F.avg_pool2d),
+        *(F.softmax, F.gelu, F.silu, F.adaptive_avg_pool2d, F.scaled_dot_product_attention, torch.softmax),
+        *(getattr(torch.Tensor, name) for name in ("add", "sub", "mul", "div", "matmul", "softmax")),
         *(torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.cat, torch.stack),
         *INPLACE_OPERATORS.values(),
         *INPLACE_OPERATORS,

@@ -12,7 +12,6 @@ from torch import nn
 
 from sparsebit.quantization.modules.base import QMODULE_MAP, QuantOpr, register_qmodule
 
-
 _MADE: dict[type[nn.Module], type[nn.Module]] = {}
 
 

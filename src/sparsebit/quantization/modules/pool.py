@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+from torch import fx, nn
 
 from sparsebit.quantization.modules.base import Opr, QuantOpr, define, spelled
+
+
+class _Mean(QuantOpr):
+    """A mean. Over the last axis, which is kept, it is part of a norm written by hand: squares, which stay float."""
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        if isinstance(org_module, fx.Node):
+            args, kwargs = org_module.args, org_module.kwargs
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+            if keep is True and (dim == -1 or dim in ([-1], (-1,))):
+                self.__dict__["quantize_input"] = False
+
 
 QAvgPool1d = define("QAvgPool1d", QuantOpr, nn.AvgPool1d, *spelled("avg_pool1d"))
 QAvgPool2d = define("QAvgPool2d", QuantOpr, nn.AvgPool2d, *spelled("avg_pool2d"))
@@ -21,7 +37,7 @@ QAdaptiveAvgPool3d = define(
 QLPPool = define(
     "QLPPool", QuantOpr, nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, *spelled("lp_pool1d lp_pool2d lp_pool3d")
 )
-QMean = define("QMean", QuantOpr, *spelled("mean"))
+QMean = define("QMean", _Mean, *spelled("mean"))
 
 MaxPool1d = define("MaxPool1d", Opr, nn.MaxPool1d, *spelled("max_pool1d max_pool1d_with_indices"))
 MaxPool2d = define("MaxPool2d", Opr, nn.MaxPool2d, *spelled("max_pool2d max_pool2d_with_indices"))

@@ -19,7 +19,7 @@ class DoReFaQuantizer(BaseQuantizer):
         if not x.numel():
             return x
         y = x.tanh()
-        return y / y.abs().amax().clamp_min(1e-12)
+        return y / y.abs().max().clamp_min(1e-12)
 
     def update_observer(self, x: Tensor) -> None:
         super().update_observer(self.transform(x))

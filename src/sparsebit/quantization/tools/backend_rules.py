@@ -24,22 +24,34 @@ class BackendRules:
 
 
 OUTPUT = "its output is not quantized"
-WEIGHTED = ("Conv[123]d", "Linear")
+WEIGHTED = ("*Conv[123]d*", "Conv1D", "ConvFunction", "*Linear*")
 RULES: dict[str, BackendRules] = {
     "onnxruntime": BackendRules(
         integer=(
             *WEIGHTED,
-            *("MatMul", "Add", "Mul", "Concat", "*AvgPool*", "MaxPool*", "LeakyReLU", "Sigmoid", "Softmax"),
+            *(
+                "MatMul",
+                "AddMM",
+                "Add",
+                "Mul",
+                "Concat",
+                "*AvgPool*",
+                "MaxPool*",
+                "LeakyReLU",
+                "Sigmoid",
+                "Softmax",
+            ),
         ),
-        free_output=("Linear", "MatMul", "MaxPool*"),
+        free_output=("*Linear*", "Conv1D", "MatMul", "AddMM", "MaxPool*"),
         slow_symmetric="symmetric activations cost 1.3 to 2.3 x on x86: write A.QSCHEME: per-tensor-affine",
     ),
     "tensorrt": BackendRules(
-        integer=(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "Add", "*AvgPool*", "MaxPool*"), symmetric=True
+        integer=(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "AddMM", "Add", "*AvgPool*", "MaxPool*"),
+        symmetric=True,
     ),
     "openvino": BackendRules(
         integer=(
-            *(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "Add", "Mul", "Concat"),
+            *(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "AddMM", "Add", "Mul", "Concat"),
             *("*AvgPool*", "MaxPool*", "PReLU", "Upsample", "Interpolate", "Mean"),
         ),
     ),

@@ -44,9 +44,8 @@ def find_fix(
     fixed_range  its range is not the observer's to choose (equalized).
     """
     letter = quantizer.cfg.letter
-    again = _try(
-        quantizer, [], data, score
-    )  # on the same data as the others, so that only the method differs
+    # measured on the same data as the others, so that only the method differs
+    again = _try(quantizer, [], data, score)
     now = max(score(quantizer), again if again is not None else -math.inf)
     best, top = None, -math.inf
     for override in () if fixed_range else _free(quantizer, letter):

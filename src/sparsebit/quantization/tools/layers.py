@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,3 +131,14 @@ def switched_on(quantizers: Iterable[Quantizer]) -> Iterator[None]:
     finally:
         for quantizer, mode in saved:
             quantizer.mode = mode
+
+
+def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
+    """`W8 A8` for a node that quantizes, "" for others: what `to_mermaid` shows."""
+
+    def label(node: fx.Node) -> str:
+        module = module_of(node, gm) if node.op == "call_module" else None
+        found = {} if module is None else {q: None for m in module.modules() for q in active_quantizers(m)}
+        return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
+
+    return label

@@ -13,7 +13,7 @@ from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.backend_rules import OUTPUT, RULES
 from sparsebit.quantization.tools.costs import Measured, measure
 from sparsebit.quantization.tools.layers import is_active, layers
-from sparsebit.quantization.tools.preflight_rows import Row, RowBuilder
+from sparsebit.quantization.tools.preflight_rows import PARTS, Row, RowBuilder
 from sparsebit.quantization.tools.text import count, share, size, table
 
 
@@ -152,7 +152,7 @@ def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
 
 def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> dict[str, int]:
     everything, covered = _parameters(gm), _covered(gm)
-    states = ("quantized", "absorbed", "float", "island")
+    states = ("quantized", "absorbed", "float", "island", PARTS)
     totals = {state: sum(r.state == state for r in rows) for state in states}
     totals["bytes"] = sum(p.nbytes for _, _, p in everything)
     totals["covered_bytes"] = sum(p.nbytes for p in covered)

@@ -25,6 +25,8 @@ from sparsebit.quantization.tools.layers import (
     names_of,
 )
 
+PARTS = "parts"  # a module made of QModules
+
 
 @dataclass(frozen=True)
 class Row:
@@ -33,7 +35,7 @@ class Row:
     name: str
     path: str  # where it stands in the model
     op: str
-    state: str  # quantized, float, absorbed, island
+    state: str  # quantized, float, absorbed, island, parts
     how: str  # quantized with what; float why; absorbed into what
     quantizers: tuple[str, ...] = ()  # by name; what stands before the last dot is what SPECIFIC matches
     macs: int = 0
@@ -59,9 +61,10 @@ class RowBuilder:
             if isinstance(module, QIdentity) and carries_for(node) is not None:
                 continue  # shown with the op it belongs to
             inner = [] if module is None else self._inner(node, module)
-            yield self._row(node, module, {m for _, m in inner})
+            own_rows = {m for _, m in inner}
+            yield self._row(node, module, own_rows)
             for inside, child in inner:
-                yield self._inner_row(node, inside, child)
+                yield self._inner_row(node, inside, child, own_rows)
 
     def _inner(self, node: fx.Node, module: nn.Module) -> list[tuple[str, nn.Module]]:
         """QModules below `module`, and what of it multiplied in the example."""
@@ -88,17 +91,20 @@ class RowBuilder:
             *self._bytes(module, inner), integer, why,
         )  # fmt: skip
 
-    def _inner_row(self, node: fx.Node, inside: str, module: nn.Module) -> Row:
+    def _inner_row(self, node: fx.Node, inside: str, module: nn.Module, own_rows: set[nn.Module]) -> Row:
         quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
-        state, how = "quantized", " / ".join(map(describe, quantizers))
-        if not quantizers:
-            state, how = "float", self._why_float(module)
         op, key = _op_name(node, module), (node.name, module)
+        macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
+        state, how = "quantized", " / ".join(map(describe, quantizers))
         integer, why = self._verdict(op, state, quantizers, _complete(module), output=False)
+        if not quantizers:
+            state, how = self._without_quantizer(module)
+        if state == PARTS and macs:  # attention: the matmuls are its own, their quantizers are children
+            values = [q for m in module.children() for q in active_quantizers(m) if isinstance(m, QIdentity)]
+            integer, why = self._verdict("MatMul", state, values, macs == quantized, output=False)
         return Row(
             *names_of(node, inside), op, state, how, tuple(q.name for q in quantizers),
-            self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0),
-            *self._bytes(module, set()), integer, why,
+            macs, quantized, *self._bytes(module, own_rows), integer, why,
         )  # fmt: skip
 
     def _verdict(
@@ -106,7 +112,7 @@ class RowBuilder:
     ) -> tuple[bool, str]:
         if state == "absorbed":
             return False, "with the op before it" if self.backend != "virtual" else ""
-        if not quantizers:
+        if not quantizers or op in ("Identity", "Weight"):  # these only carry a quantizer
             return False, ""
         return verdict(self.backend, op, [q.spec for q in quantizers], complete, output)
 
@@ -125,6 +131,12 @@ class RowBuilder:
         if isinstance(module, QuantOpr) and any(q.absorbed and not _disabled(q) for q in module.quantizers()):
             source = node.all_input_nodes[0].name if node.all_input_nodes else "its neighbour"
             return "absorbed", f"into {source}"
+        return self._without_quantizer(module)
+
+    def _without_quantizer(self, module: nn.Module | None) -> tuple[str, str]:
+        parts = module.modules() if module is not None and not isinstance(module, QuantOpr) else ()
+        if any(active_quantizers(part) for part in parts):
+            return PARTS, "its layers are quantized one by one"
         return "float", self._why_float(module)
 
     def _why_float(self, module: nn.Module | None) -> str:
