@@ -138,12 +138,17 @@ x.baddbmm(x * 2, y, alpha=2.0); torch.addbmm(x[0], x, batch2=y); torch.addmm(x[0
 torch.addmv(x[0, 0], x[1], y[1, 0]); x @ y.transpose(1, 2); x @ y.mT; operator.imatmul(x * 1, y)
 torch.linalg.multi_dot([x[0], y[0]]); torch.linalg.vecdot(x, y); x @ F.pad(y, (0, 1))
 [BATCH] 1
-x @ x; torch.einsum("bij,bkj->bik", x, x); x.matmul(x); F.scaled_dot_product_attention(x, x, x)
+x @ x; torch.einsum("bij,bkj->bik", x, x); x.matmul(x)
+[BATCH] 2
+F.scaled_dot_product_attention(x, x, x)
 [BATCH, BATCH, BATCH] 3
+torch.chain_matmul(x[0], y[0], z[0]); torch.einsum("bij,bjk,bkl->bil", x, y, z)
+
+-- attention: its three inputs and the probabilities
+[BATCH, BATCH, BATCH] 4
 F.scaled_dot_product_attention(x, y, z); F.scaled_dot_product_attention(x, y, z, is_causal=True, scale=0.3)
-torch.chain_matmul(x[0], y[0], z[0])
 F.scaled_dot_product_attention(query=x, value=z, key=y, attn_mask=torch.ones(6, 6, dtype=torch.bool).tril())
-torch.einsum("bij,bjk,bkl->bil", x, y, z); F.scaled_dot_product_attention(x, y, z, torch.full((6, 6), -inf).triu(1))
+F.scaled_dot_product_attention(x, y, z, torch.full((6, 6), -inf).triu(1))
 [BATCH, BATCH] 2
 x + y; torch.add(x, y); torch.add(x, y, alpha=3); x.add(y); x.add(other=y, alpha=0.5); x.add_(y); operator.iadd(x, y)
 torch.add(other=y, input=x)

@@ -201,7 +201,7 @@ def _ops() -> list[Op]:
     found += rows(BATCH, 1, torch.matmul, torch.bmm, "matmul", "bmm", other=[X], dim=[])
     found += rows(BATCH, 1, torch.baddbmm, "baddbmm", beta=[1, 0.5], alpha=[1, 2.0])
     found += rows(
-        BATCH, 1, F.scaled_dot_product_attention, value=[X], attn_mask=[None], dropout_p=[0.0], enable_gqa=[]
+        BATCH, 2, F.scaled_dot_product_attention, value=[X], attn_mask=[None], dropout_p=[0.0], enable_gqa=[]
     )
     return found
 

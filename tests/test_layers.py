@@ -45,7 +45,14 @@ LAYERS = {
     "": 3.5,
     "cli": 4,
 }
-NEVER = [("numeric", "graph"), ("graph", "numeric"), ("quantization", "sparse"), ("sparse", "quantization"), ("export", "quantization"), ("export", "sparse")]
+NEVER = [
+    ("numeric", "graph"),
+    ("graph", "numeric"),
+    ("quantization", "sparse"),
+    ("sparse", "quantization"),
+    ("export", "quantization"),
+    ("export", "sparse"),
+]
 
 
 def layer(name: str) -> float:

@@ -56,7 +56,8 @@ def both(qmodel: QuantModel, path, x: torch.Tensor) -> tuple[np.ndarray, np.ndar
 
 
 def close(expected: np.ndarray, got: np.ndarray) -> bool:
-    return float(np.abs(expected - got).max()) <= 0.01 * float(np.abs(expected).max())
+    """Up to flipped codes and biases rounded to int32; a lost transform or clip is 8 % to 98 % off."""
+    return float(np.abs(expected - got).max()) <= 0.04 * float(np.abs(expected).max())
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,7 +1,7 @@
 """Will it take my model? Models of torchvision, timm and transformers as they are, random weights, W8A8.
 
 Each must build, keep its float output, calibrate, quantize, and have at least 95 % of its MACs quantized.
-`make_table.py` writes the same figures into docs/zoo.md.
+`python tests/zoo/make_table.py` writes the same figures into docs/zoo.md.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-
 import zoo_timm
 import zoo_torchvision
 import zoo_transformers
-from zoo_run import Case, run
+from zoo_run import LEAST_SHARE, Case, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.zoo]
+pytestmark = pytest.mark.slow
 LISTS = {"torchvision": zoo_torchvision.CASES, "timm": zoo_timm.CASES, "transformers": zoo_transformers.CASES}
 ALL = [case for cases in LISTS.values() for case in cases]
 
@@ -30,9 +29,11 @@ def test_the_zoo_is_large_enough(package: str, least: int) -> None:
 @pytest.mark.filterwarnings("ignore")  # of the packages themselves
 def test_zoo(case: Case) -> None:
     if find_spec(case.package) is None:
-        pytest.skip(f"{case.package} is not installed; see tests/zoo/make_table.py")
+        pytest.skip(f"{case.package} is not installed")
     row = run(case)
     assert row.error <= 1e-4, f"float output differs by {row.error:.2g} of its largest value"
     assert row.finite
-    assert row.share >= 0.95, f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
-    assert row.db is None or row.db >= case.least_db
+    assert row.share >= LEAST_SHARE, f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
+    if row.db is not None and row.plain_db is not None:
+        # untrained nets amplify any noise: only a large loss means something
+        assert row.db >= row.plain_db - 10, f"{row.db:.1f} dB, where plain W8A8 has {row.plain_db:.1f}"

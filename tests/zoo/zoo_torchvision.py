@@ -1,4 +1,4 @@
-"""torchvision models: every classification family, segmentation, detection backbones and whole detectors, video, flow."""
+"""torchvision models: classification of every family, segmentation, detection, video, flow."""
 
 from __future__ import annotations
 
@@ -7,25 +7,75 @@ from typing import Any
 
 import torch
 from torch import nn
-
 from zoo_run import Case
 
-CLASSIFICATION = """
-alexnet vgg11_bn resnet18 resnet34 resnet50 resnet101 resnext50_32x4d wide_resnet50_2 densenet121 densenet169 googlenet
-mobilenet_v2 mobilenet_v3_small mobilenet_v3_large mnasnet0_5 mnasnet0_75 mnasnet1_0 mnasnet1_3 shufflenet_v2_x0_5
-shufflenet_v2_x1_0 shufflenet_v2_x1_5 shufflenet_v2_x2_0 squeezenet1_0 squeezenet1_1 efficientnet_b0 efficientnet_b1
-efficientnet_b2 efficientnet_b3 efficientnet_v2_s regnet_x_400mf regnet_x_800mf regnet_x_1_6gf regnet_x_3_2gf
-regnet_y_400mf regnet_y_800mf regnet_y_1_6gf regnet_y_3_2gf convnext_tiny convnext_small swin_t swin_s swin_v2_t swin_v2_s
-""".split()
-QUANTIZABLE = """
-quantized_resnet18 quantized_mobilenet_v2 quantized_mobilenet_v3_large quantized_shufflenet_v2_x0_5 quantized_googlenet
-""".split()
-SEGMENTATION = "fcn_resnet50 deeplabv3_resnet50 deeplabv3_mobilenet_v3_large lraspp_mobilenet_v3_large".split()
-BACKBONES = """
-fasterrcnn_resnet50_fpn fasterrcnn_resnet50_fpn_v2 fasterrcnn_mobilenet_v3_large_fpn retinanet_resnet50_fpn
-retinanet_resnet50_fpn_v2 fcos_resnet50_fpn ssdlite320_mobilenet_v3_large
-""".split()
-VIDEO = "r3d_18 mc3_18 r2plus1d_18 swin3d_t".split()
+CLASSIFICATION = [
+    "alexnet",
+    "vgg11_bn",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnext50_32x4d",
+    "wide_resnet50_2",
+    "densenet121",
+    "densenet169",
+    "googlenet",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "mnasnet0_5",
+    "mnasnet0_75",
+    "mnasnet1_0",
+    "mnasnet1_3",
+    "shufflenet_v2_x0_5",
+    "shufflenet_v2_x1_0",
+    "shufflenet_v2_x1_5",
+    "shufflenet_v2_x2_0",
+    "squeezenet1_0",
+    "squeezenet1_1",
+    "efficientnet_b0",
+    "efficientnet_b1",
+    "efficientnet_b2",
+    "efficientnet_b3",
+    "efficientnet_v2_s",
+    "regnet_x_400mf",
+    "regnet_x_800mf",
+    "regnet_x_1_6gf",
+    "regnet_x_3_2gf",
+    "regnet_y_400mf",
+    "regnet_y_800mf",
+    "regnet_y_1_6gf",
+    "regnet_y_3_2gf",
+    "convnext_tiny",
+    "convnext_small",
+    "swin_t",
+    "swin_s",
+    "swin_v2_t",
+    "swin_v2_s",
+]
+QUANTIZABLE = [
+    "quantized_resnet18",
+    "quantized_mobilenet_v2",
+    "quantized_mobilenet_v3_large",
+    "quantized_shufflenet_v2_x0_5",
+    "quantized_googlenet",
+]
+SEGMENTATION = [
+    "fcn_resnet50",
+    "deeplabv3_resnet50",
+    "deeplabv3_mobilenet_v3_large",
+    "lraspp_mobilenet_v3_large",
+]
+BACKBONES = [
+    "fasterrcnn_resnet50_fpn",
+    "fasterrcnn_resnet50_fpn_v2",
+    "fasterrcnn_mobilenet_v3_large_fpn",
+    "retinanet_resnet50_fpn",
+    "retinanet_resnet50_fpn_v2",
+    "fcos_resnet50_fpn",
+]
+VIDEO = ["r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t"]
 UNTRAINED = {"weights": None, "weights_backbone": None}
 
 
@@ -74,9 +124,10 @@ def noise(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randn(shape)
 
 
-def case(
-    name: str, batch: Callable[[], Any] = noise(2, 3, 64, 64), part: str = "", **options: Any
-) -> Case:
+IMAGES = noise(2, 3, 64, 64)
+
+
+def case(name: str, batch: Callable[[], Any] = IMAGES, part: str = "", **options: Any) -> Case:
     shown = f"{name}-{part}" if part else name
     return Case("torchvision", shown, lambda: _get(name, options, part), batch)
 
@@ -95,6 +146,7 @@ CASES = [
     *[case(name, quantize=False) for name in QUANTIZABLE],
     *[case(name, **UNTRAINED) for name in SEGMENTATION],
     *[case(name, part="backbone", **UNTRAINED) for name in BACKBONES],
+    case("ssdlite320_mobilenet_v3_large", noise(2, 3, 128, 128), part="backbone", **UNTRAINED),
     *[case(name, noise(2, 3, 8, 32, 32)) for name in VIDEO],
     Case("torchvision", "mvit_v1", lambda: _small_mvit(False), noise(2, 3, 4, 32, 32)),
     Case("torchvision", "mvit_v2", lambda: _small_mvit(True), noise(2, 3, 4, 32, 32)),

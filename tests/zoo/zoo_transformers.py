@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from zoo_run import Case
 
 TOKENS = 12
@@ -30,7 +29,15 @@ SEQ2SEQ = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-T5 = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
+T5 = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
+}
 IMAGE = {"image_size": 32, "patch_size": 8, **WIDTH}
 STAGES = {"image_size": 64, "embed_dim": 48, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}
 SPEECH = {
@@ -41,6 +48,13 @@ SPEECH = {
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4,
     "num_feat_extract_layers": 2,
+}
+PYRAMID = {
+    "image_size": 64,
+    "hidden_sizes": [16, 32, 48, 64],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 2, 3, 4],
+    "decoder_hidden_size": 32,
 }
 CLIP = {
     "text_config": {**TEXT, "eos_token_id": 2, "bos_token_id": 1},
@@ -137,13 +151,26 @@ ENCODERS = [
 ]
 DECODERS = [
     case("gpt2", text, GPT, "AutoModelForCausalLM"),
-    case("gpt_neo", text, TEXT, "AutoModelForCausalLM", num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+    case(
+        "gpt_neo",
+        text,
+        TEXT,
+        "AutoModelForCausalLM",
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+    ),
     case("gpt_neox", text, TEXT, "AutoModelForCausalLM"),
     case("gptj", text, GPT, "AutoModelForCausalLM", rotary_dim=8),
     case("codegen", text, GPT, "AutoModelForCausalLM", rotary_dim=8),
     case("gpt_bigcode", text, GPT, "AutoModelForCausalLM"),
     case("opt", text, TEXT, "AutoModelForCausalLM", ffn_dim=256, word_embed_proj_dim=64),
-    case("bloom", text, {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "AutoModelForCausalLM"),
+    case(
+        "bloom",
+        text,
+        {"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+        "AutoModelForCausalLM",
+    ),
     case("falcon", text, TEXT, "AutoModelForCausalLM"),
     case("mpt", text, {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}),
     case("llama", text, LLM, "AutoModelForCausalLM"),
@@ -186,14 +213,53 @@ VISION = [
     case("convnext", large_image, {"hidden_sizes": [32, 64], "depths": [1, 2], "num_stages": 2}),
     case("convnextv2", large_image, {"hidden_sizes": [32, 64], "depths": [1, 2], "num_stages": 2}),
     case("resnet", large_image, {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 2]}),
-    case("regnet", large_image, {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 2], "groups_width": 16}),
+    case(
+        "regnet",
+        large_image,
+        {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 2], "groups_width": 16},
+    ),
     case("mobilenet_v2", large_image, {"depth_multiplier": 0.35}),
-    case("mobilevit", large_image, {"image_size": 64, "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 96]}),
+    case(
+        "mobilevit",
+        large_image,
+        {"image_size": 64, "hidden_sizes": [32, 48, 64], "neck_hidden_sizes": [8, 16, 24, 32, 48, 64, 96]},
+    ),
     case("poolformer", large_image, {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1]}),
-    case("pvt_v2", large_image, {"image_size": 64, "hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4]}),
-    case("segformer", large_image, {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4], "decoder_hidden_size": 32}, "AutoModelForSemanticSegmentation"),
-    case("dpt", large_image, {**IMAGE, "image_size": 64, "num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3], "neck_hidden_sizes": [16, 16, 32, 32], "fusion_hidden_size": 32, "is_hybrid": False}, "AutoModelForSemanticSegmentation"),
-    case("glpn", large_image, {"hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 2, 3, 4], "decoder_hidden_size": 32}),
+    case(
+        "pvt_v2",
+        large_image,
+        {
+            "image_size": 64,
+            "hidden_sizes": [16, 32, 48, 64],
+            "depths": [1, 1, 1, 1],
+            "num_attention_heads": [1, 2, 3, 4],
+        },
+    ),
+    case(
+        "segformer",
+        large_image,
+        PYRAMID,
+        "AutoModelForSemanticSegmentation",
+    ),
+    case(
+        "dpt",
+        large_image,
+        {
+            **IMAGE,
+            "image_size": 64,
+            "num_hidden_layers": 4,
+            "backbone_out_indices": [0, 1, 2, 3],
+            "neck_hidden_sizes": [16, 16, 32, 32],
+            "fusion_hidden_size": 32,
+            "is_hybrid": False,
+        },
+        "AutoModelForSemanticSegmentation",
+    ),
+    case(
+        "glpn",
+        large_image,
+        PYRAMID,
+    ),
     case("yolos", image, {**IMAGE, "image_size": [32, 32], "num_detection_tokens": 4}),
     case("videomae", video, {**IMAGE, "num_frames": 4}),
     case("timesformer", video, {**IMAGE, "num_frames": 4}),
@@ -204,10 +270,29 @@ MULTIMODAL = [
 ]
 AUDIO = [
     case("whisper", spectrum, SEQ2SEQ, part="encoder", num_mel_bins=16, max_source_positions=20),
-    case("whisper", lambda: {**spectrum(), "decoder_input_ids": torch.randint(3, 128, (2, 8))}, SEQ2SEQ, num_mel_bins=16, max_source_positions=20, max_target_positions=32, decoder_start_token_id=1, bos_token_id=1, eos_token_id=2),
+    case(
+        "whisper",
+        lambda: {**spectrum(), "decoder_input_ids": torch.randint(3, 128, (2, 8))},
+        SEQ2SEQ,
+        num_mel_bins=16,
+        max_source_positions=20,
+        max_target_positions=32,
+        decoder_start_token_id=1,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     case("wav2vec2", speech, SPEECH),
     case("hubert", speech, SPEECH),
     case("wavlm", speech, SPEECH),
-    case("audio-spectrogram-transformer", lambda: {"input_values": torch.randn(2, 64, 32)}, WIDTH, max_length=64, num_mel_bins=32, patch_size=8, frequency_stride=8, time_stride=8),
+    case(
+        "audio-spectrogram-transformer",
+        lambda: {"input_values": torch.randn(2, 64, 32)},
+        WIDTH,
+        max_length=64,
+        num_mel_bins=32,
+        patch_size=8,
+        frequency_stride=8,
+        time_stride=8,
+    ),
 ]
 CASES = ENCODERS + DECODERS + SEQUENCES + VISION + MULTIMODAL + AUDIO

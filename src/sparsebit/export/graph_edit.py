@@ -10,6 +10,8 @@ import onnx_ir as ir
 
 from sparsebit.export.marks import DOMAIN, KEY, OP
 
+SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the module of a node there
+
 
 def is_mark(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == OP and node.domain == DOMAIN
@@ -50,6 +52,8 @@ def insert(
     """A new node in front of another; its single output, named like the node."""
     node = ir.node(op, inputs, attributes=attributes or {}, name=name)
     out, first = node.outputs[0], inputs[0]
+    if SCOPES in before.metadata_props:  # it belongs to the same module
+        node.metadata_props[SCOPES] = before.metadata_props[SCOPES]
     out.name = f"{name}/out"
     if first is not None:
         out.type, out.shape = first.type, first.shape  # right for most; others set their own
@@ -63,12 +67,12 @@ def replace(node: ir.Node, value: ir.Value) -> None:
     old, graph = node.outputs[0], node.graph
     assert isinstance(graph, ir.Graph)
     value.shape, value.type = value.shape or old.shape, value.type or old.type
-    old.replace_all_uses_with(value)
     for i, out in enumerate(graph.outputs):
         if out is old:
             name, old.name = old.name, None
             graph.outputs[i] = insert(node, "Identity", [value], f"{name}/end")
             graph.outputs[i].name = name
+    old.replace_all_uses_with(value)
     graph.remove(node, safe=True)
 
 

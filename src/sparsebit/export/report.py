@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebit.export.certify import Certificate
+from sparsebit.export.certify import Certificate, EndToEnd
 
 
 @dataclass
@@ -24,6 +24,7 @@ class ExportReport:
     floating: dict[str, int] = field(default_factory=dict)
     why_float: dict[str, str] = field(default_factory=dict)  # by module: why it has no integer kernel
     notes: list[str] = field(default_factory=list)
+    others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
 
     @property
     def ok(self) -> bool:
@@ -47,6 +48,7 @@ class ExportReport:
             },
             "end_to_end": c.runtime.as_dict(),
             "noise_floor": c.floor.as_dict(),
+            "other_runtimes": {name: run.as_dict() for name, run in self.others.items()},
             "integer_ops": dict(self.integer),
             "float_ops": self.floating,
             "why_float": self.why_float,
@@ -73,6 +75,7 @@ class ExportReport:
             ("each quantizer", f"{len(c.quantizers)} checked, {wrong} of {c.codes} codes wrong"),
             ("float rounding", f"{c.at_boundary} codes on a boundary, outputs within {c.output_error:.1e}"),
             ("as users run it", _end_to_end(c.runtime)),
+            *((f"in {name}", _end_to_end(run)) for name, run in self.others.items()),
             ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5)"),
             ("integer kernels", _counts(self.integer)),
             ("float kernels", _counts(self.floating)),

@@ -81,6 +81,34 @@ def mean_to_pool(model: ir.Model) -> int:
     return changed
 
 
+def gelu_order(model: ir.Model) -> int:
+    """x * (0.5 * (1 + erf)) -> (x * (1 + erf)) * 0.5, which onnxruntime knows as Gelu; halving is exact."""
+    changed = 0
+    for node in list(model.graph):
+        if node.op_type != "Mul" or len(node.inputs) != 2:
+            continue
+        for x, halved in (node.inputs, node.inputs[::-1]):
+            inner = halved.producer() if halved is not None else None
+            if inner is None or inner.op_type != "Mul" or len(readers(inner.outputs[0])) != 1:
+                continue
+            half, rest = inner.inputs if array_of(inner.inputs[0]) is not None else inner.inputs[::-1]
+            value, made = array_of(half), rest.producer() if rest is not None else None
+            if (
+                value is None
+                or value.size != 1
+                or float(value) != 0.5
+                or made is None
+                or made.op_type != "Add"
+            ):
+                continue
+            product = insert(node, "Mul", [x, rest], f"{node.name}/product")
+            product.shape = node.outputs[0].shape
+            replace(node, insert(node, "Mul", [product, half], f"{node.name}/half"))
+            changed += 1
+            break
+    return changed
+
+
 def hoist(model: ir.Model, marks: Marks) -> int:
     """Repeat a per-tensor quantizer in front of the moves before it: quantize(move(x)) = move(quantize(x))."""
     added = 0
@@ -94,7 +122,7 @@ def hoist(model: ir.Model, marks: Marks) -> int:
 def _hoist_one(node: ir.Node) -> int:
     source = node.inputs[0]
     mover = source.producer() if source is not None else None
-    if mover is None or mover.op_type not in MOVERS or mover.domain or not _only_same(source, node):
+    if mover is None or not _is_mover(mover) or not _only_same(source, node):
         return 0
     if len(mover.outputs) > 1 and not all(_only_same(out, node) for out in mover.outputs if readers(out)):
         return 0  # Split: another quantizer, or none, reads the other pieces
@@ -113,6 +141,12 @@ def _hoist_one(node: ir.Node) -> int:
     if added:
         node.metadata_props["hoisted"] = "1"
     return added
+
+
+def _is_mover(node: ir.Node) -> bool:
+    if node.op_type == "Resize":
+        return "mode" in node.attributes and node.attributes["mode"].as_string() == "nearest"
+    return node.op_type in MOVERS and not node.domain
 
 
 def _only_same(value: ir.Value | None, node: ir.Node) -> bool:

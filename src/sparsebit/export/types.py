@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsebit.export.marks import Mark, Marks
 
-LOWEST_OPSET = 18  # of torch's exporter
+LOWEST_OPSET, HIGHEST_OPSET = 18, 25  # LOWEST: of torch's exporter
 SINCE = {2: 25, 4: 21, 8: LOWEST_OPSET, 16: 21}  # bits of the type -> opset
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import array_of, made_by, readers
+from sparsebit.export.graph_edit import SCOPES, array_of, made_by, readers
 from sparsebit.export.lowered import BIAS_OF
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -37,7 +37,7 @@ def why_float(model: ir.Model) -> dict[str, str]:
 
 def where(node: ir.Node) -> str:
     """The module path that torch's exporter wrote beside the node."""
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+    scopes = node.metadata_props.get(SCOPES, "")
     names = [s.strip(" '\"") for s in scopes.strip("[]").split(",")]
     return next((n for n in reversed(names[:-1]) if n), None) or str(node.name)
 

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebit.export import runtime
-from sparsebit.export.certify import FLOAT_ROUNDING, Certificate, QuantizerCheck, check_output, disturbed
+from sparsebit.export import openvino_runtime, runtime
+from sparsebit.export.certify import (
+    FLOAT_ROUNDING,
+    Certificate,
+    EndToEnd,
+    QuantizerCheck,
+    check_output,
+    disturbed,
+)
 from sparsebit.export.marks import Mark
 from sparsebit.export.report import ExportReport
 from sparsebit.numeric import fake_quantize
 from sparsebit.quantization.exporting import Call, evaluating, exporting, with_bias
 from sparsebit.quantization.modules import quant_mode
 from sparsebit.quantization.quantizers import Quantizer
+
+NBITS = (
+    "MatMulNBits rounds its input to 8 bits, unless the session option session.qdq_matmulnbits_accuracy_level is "
+    "1, as it was here"
+)
 
 
 def certify(
@@ -34,7 +46,20 @@ def certify(
     described = {name: mark.describe() for name, mark in marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
     report.notes += certificate.remarks()
+    if integer["MatMulNBits"]:
+        report.notes.append(NBITS)
     return report
+
+
+def second_opinion(qmodel: Any, file: Path, calls: list[Call], report: ExportReport) -> None:
+    """The end-to-end comparison in OpenVINO too, where it is installed."""
+    if not openvino_runtime.installed():
+        report.notes.append("openvino is not installed: the file was run in onnxruntime only")
+        return
+    other = report.others["openvino"] = EndToEnd()
+    run = openvino_runtime.OpenvinoSession(file)
+    for args, kwargs, expected in expected_outputs(qmodel, calls):
+        other.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
 
 
 def check_locally(
@@ -79,13 +104,17 @@ def output_names(file: Path) -> list[str]:
     return [o.name for o in onnx.load(str(file), load_external_data=False).graph.output]
 
 
-@torch.no_grad()
-def check_end_to_end(qmodel: Any, file: Path, calls: Iterable[Any], certificate: Certificate) -> None:
+def check_end_to_end(qmodel: Any, file: Path, calls: list[Call], certificate: Certificate) -> None:
     """(b) the file as users run it, and (c) the model against itself with its input moved a little."""
     run = runtime.session(file)
-    with evaluating(qmodel), quant_mode(qmodel.model, w=True, a=True):
+    for args, kwargs, expected in expected_outputs(qmodel, calls):
+        certificate.runtime.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
+        args, kwargs = disturbed((args, kwargs))
+        certificate.floor.add(expected, runtime.torch_outputs(qmodel.model(*args, **kwargs)))
+
+
+def expected_outputs(qmodel: Any, calls: list[Call]) -> Iterator[tuple[Any, Any, list[runtime.Array]]]:
+    """Each call with what the quantized model answers; the model stays quantized until the next one."""
+    with torch.no_grad(), evaluating(qmodel), quant_mode(qmodel.model, w=True, a=True):
         for args, kwargs in calls:
-            expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
-            certificate.runtime.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
-            args, kwargs = disturbed((args, kwargs))
-            certificate.floor.add(expected, runtime.torch_outputs(qmodel.model(*args, **kwargs)))
+            yield args, kwargs, runtime.torch_outputs(qmodel.model(*args, **kwargs))

@@ -36,7 +36,7 @@ def export_onnx(
     **options: Any,
 ) -> ExportReport:
     """Write `name` and its report beside it; the file is in its place only once it is certified."""
-    from sparsebit.quantization.certifying import certify
+    from sparsebit.quantization.certifying import certify, second_opinion
 
     require("onnx", "onnxscript", "onnxruntime")
     path = files.writable(name)
@@ -53,7 +53,10 @@ def export_onnx(
     finish(graph, marks, runtime, lowered)
     with files.drafting(path) as draft:
         files.write(graph, draft)
-        report = certify(qmodel, draft, [(args, kwargs)], calls_of(qmodel, batches), marks, lowered)
+        calls, more = [(args, kwargs)], calls_of(qmodel, batches)
+        report = certify(qmodel, draft, calls, more, marks, lowered)
+        if runtime.TYPE == "openvino":
+            second_opinion(qmodel, draft, [*calls, *more], report)
         report.path, report.backend, report.opset, report.opset_reason = (
             str(path),
             runtime.TYPE,

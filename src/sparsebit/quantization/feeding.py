@@ -94,7 +94,7 @@ def _to(value: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
 
 
-def _tracked(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
+def _tracked(batches: Iterable[Any], progress: bool | None, label: str = "calibrating") -> Iterator[Any]:
     """A progress bar on terminals; `progress` True or False decides otherwise."""
     if not (sys.stderr.isatty() if progress is None else progress):
         yield from batches
@@ -103,4 +103,4 @@ def _tracked(batches: Iterable[Any], progress: bool | None) -> Iterator[Any]:
     from rich.progress import track
 
     total = operator.length_hint(batches) or None
-    yield from track(batches, "calibrating", total=total, console=Console(stderr=True), transient=True)
+    yield from track(batches, label, total=total, console=Console(stderr=True), transient=True)

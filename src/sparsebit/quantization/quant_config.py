@@ -53,7 +53,7 @@ class ScheduleConfig(Config):
     )
     disable_unnecessary_quant: bool = Field(True, description="no quantizer between ops that a backend fuses")
     equalize: bool = Field(
-        False, description="balance channels in front of depthwise convolutions, by their weights"
+        False, description="balance channels of residual streams and in front of depthwise convolutions"
     )
     bias_correction: bool = Field(
         False, description="shift biases by the mean error that rounded weights cause"

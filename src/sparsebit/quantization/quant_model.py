@@ -27,6 +27,7 @@ from sparsebit.quantization.tools.calibration import CalibrationRunner
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization.tools.preflight import Preflight
+    from sparsebit.quantization.tools.profile import Profile
 
 __all__ = ["QuantModel"]
 
@@ -187,13 +188,21 @@ class QuantModel(nn.Module):
     # -- tools ---------------------------------------------------------------------------------------
     def dump_mermaid(self, f: Any) -> None:
         """Write the graph as a mermaid diagram into the open file `f`."""
-        f.write(to_mermaid(self.model))
+        from sparsebit.quantization.tools.layers import bits_label
+
+        f.write(to_mermaid(self.model, bits_label(self.model)))
 
     def preflight(self, example: Any = None) -> Preflight:
         """What is quantized with what, what stays float and why; with an example also MACs and memory."""
         from sparsebit.quantization.tools.preflight import preflight
 
         return preflight(self, example)
+
+    def profile(self, batches: Any, *, progress: bool | None = None) -> Profile:
+        """Layers ranked by the noise they add to themselves and to the output, and the override that helps each."""
+        from sparsebit.quantization.tools.profile import profile
+
+        return profile(self, batches, progress=progress)
 
     def batchnorm_tuning(self) -> AbstractContextManager[None]:
         """`with qmodel.batchnorm_tuning(): qmodel(x)`: batch norms that fit the quantized network, then folded.

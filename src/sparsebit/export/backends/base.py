@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsebit.errors import ExportError
 from sparsebit.export.marks import Mark, Marks
-from sparsebit.export.types import LOWEST_OPSET, opset_for
+from sparsebit.export.types import HIGHEST_OPSET, LOWEST_OPSET, SINCE, container, container_bits, opset_for
 from sparsebit.registry import Registry
 
 if TYPE_CHECKING:
     import onnx_ir as ir
+
+FUSED_UP_TO = 21  # onnxruntime finds fewer integer kernels in newer opsets (its issue 28770)
 
 BACKENDS: Registry[type[Backend]] = Registry("backend")
 
@@ -38,15 +41,18 @@ class Backend:
 
     def opset(self, marks: Marks, asked: int) -> tuple[int, str]:
         """The opset to write, and why: the lowest that holds the types, never lower than asked."""
+        if not 1 <= asked <= HIGHEST_OPSET:
+            raise ExportError(f"opset_version: {asked} is not between 1 and {HIGHEST_OPSET}")
         needed = opset_for(marks)
         if asked >= needed:
-            return asked, "as asked"
-        why = (
-            "the lowest that torch's exporter writes"
-            if needed == LOWEST_OPSET
-            else "the first with its types"
-        )
-        return needed, f"{asked} was asked; {needed} is {why}"
+            fewer = asked > FUSED_UP_TO and asked > needed
+            return asked, "as asked" + (
+                "; onnxruntime has fewer integer kernels from opset 22 on" if fewer else ""
+            )
+        if needed == LOWEST_OPSET:
+            return needed, f"{asked} was asked; {needed} is the lowest that torch's exporter writes"
+        type_ = next(str(container(m)) for m in marks.values() if SINCE[container_bits(m)] == needed)
+        return needed, f"{asked} was asked; {needed} is the first with {type_}"
 
     def lower(self, model: ir.Model, marks: Marks) -> Any:
         """Turn the marks of `model` into nodes of the runtime; returns a Lowered."""

@@ -32,6 +32,7 @@ class OnnxruntimeBackend(Backend):
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
         marks = {name: mark if mark.is_weight else mark.unsigned() for name, mark in marks.items()}
         rewrites.mean_to_pool(model)
+        rewrites.gelu_order(model)
         aliases = rewrites.merge_equal(model, marks)
         rewrites.hoist(model, marks)
         absorb_clips(model, marks)

@@ -49,6 +49,7 @@ class TensorrtBackend(Backend):
 
         aliases = rewrites.merge_equal(model, marks)
         _refuse_half_quantized_adds(model)
+        _refuse_other_axes(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         lowered.add_aliases(aliases)
         return lowered
@@ -68,3 +69,20 @@ def _refuse_half_quantized_adds(model: Any) -> None:
                 f"{where(node)}: one input of its Add is quantized, the other is not; TensorRT would add them in float"
                 f"\n  fix: A.QADD.ENABLE_QUANT: true"
             )
+
+
+def _refuse_other_axes(model: Any, marks: Marks) -> None:
+    """The scales of a weight lie along its output channels."""
+    from sparsebit.export.graph_edit import marks_in, name_of, readers
+
+    for node in marks_in(model):
+        mark = marks.get(name_of(node))
+        if mark is None or not mark.is_weight or mark.qparams.scale.numel() == 1:
+            continue
+        for user in readers(node.outputs[0]):
+            output = 1 if user.op_type == "ConvTranspose" else 0
+            if user.op_type in ("Conv", "ConvTranspose", "Gemm", "Transpose") and mark.spec.axis != output:
+                raise ExportError(
+                    f"{mark.name}: its scales lie along axis {mark.spec.axis}, but TensorRT wants them along the "
+                    f"output channels, axis {output}\n  fix: quantizer.set_ch_axis({output}), and calibrate again"
+                )

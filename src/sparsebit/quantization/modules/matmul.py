@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, spelled
+from sparsebit.quantization.modules.unary import QIdentity
+from sparsebit.quantization.quantizers import Mode
 
 
 class _AddMM(MultipleInputsQuantOpr):
@@ -18,7 +26,45 @@ class _AddMV(MultipleInputsQuantOpr):
 
 
 class _Attention(MultipleInputsQuantOpr):
+    """softmax(q k' / sqrt(d) + mask) v. Quantized it is computed step by step: the probabilities are rounded too."""
+
     operands = ((0, "query"), (1, "key"), (2, "value"))
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        self.probs = QIdentity()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        quantizer = self.probs.input_quantizer
+        if quantizer is None or quantizer.absorbed or quantizer.mode is Mode.FLOAT:
+            return self.op(*args, **kwargs)
+        return self.by_steps(*args, **kwargs)
+
+    def by_steps(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+        scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
+        if is_causal:
+            attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        probs = scores.softmax(-1)
+        if attn_mask is not None:
+            probs = probs.nan_to_num(0.0)  # a row that is masked altogether attends to nothing, as in torch
+        return F.dropout(self.probs(probs), dropout_p) @ value
 
 
 MatMul = define(

@@ -134,7 +134,9 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
         with switched_on(q for unit in units for q in unit.quantizers):
             for (args, kwargs), out in zip(calls, real):
                 total.add(gm(*args, **kwargs), out)
-        rows = [_row(gm, unit, calls, real, _limits(qmodel)) for unit in _tracked(units, progress)]
+        rows = [
+            _row(gm, unit, calls, real, _limits(qmodel)) for unit in _tracked(units, progress, "profiling")
+        ]
     rows = [r if r.effect < total.db + HARMLESS else replace(r, fix="", fixed=None) for r in rows]
     return Profile(type(gm).__name__, total.db, sorted(rows, key=lambda r: r.effect))
 

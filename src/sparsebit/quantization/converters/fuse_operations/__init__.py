@@ -3,9 +3,9 @@
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
     disable_unnecessary_quant,
 )
-from sparsebit.quantization.converters.fuse_operations.equalize import equalize
+from sparsebit.quantization.converters.fuse_operations.equalize import equalize, equalize_sums
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory
 
-FUSE_PASSES = [fuse_bn, disable_unnecessary_quant, equalize]
+FUSE_PASSES = [equalize_sums, fuse_bn, disable_unnecessary_quant, equalize]  # sums are read off batch norms
 FINAL_PASSES = [reuse_memory]  # after the passes of users: they look at who reads what
