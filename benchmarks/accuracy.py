@@ -26,6 +26,9 @@ CLASSIC = {  # what the original's YAML files say: no bias correction, weights b
 }
 
 
+BEST_TOP1 = "w8a8, W mse, no EQUALIZE, no QADD"
+
+
 def with_observer(name: str, *overrides: object) -> sparsebit.QuantConfig:
     return sparsebit.QuantConfig.load(CLASSIC).override("A.OBSERVER.TYPE", name, *overrides)
 
@@ -68,6 +71,9 @@ def mobilenet_configs() -> dict[str, object]:
         ),
         "w8a8, W mse, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override(
             "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1, "W.OBSERVER.TYPE", "mse"
+        ),
+        BEST_TOP1: sparsebit.QuantConfig.load("w8a8").override(
+            "W.OBSERVER.TYPE", "mse", "SCHEDULE.EQUALIZE", False, "A.QADD.ENABLE_QUANT", False
         ),
         "w8a8-tensorrt": "w8a8-tensorrt",
     }

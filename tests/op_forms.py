@@ -73,17 +73,17 @@ torch.softmax(x.masked_fill(x < 0, -1e9), dim=1); (x.triu() + torch.full((5, 6),
 nn.Softmax2d(); nn.PReLU(4); F.prelu(x, w[0]); nn.Softmax(dim=-1) | m(input=x)
 
 -- norms
-[SIGNAL] 1
+[SIGNAL] 0
 nn.InstanceNorm1d(4); nn.InstanceNorm1d(4, affine=True); F.instance_norm(x); nn.GroupNorm(2, 4)
 nn.InstanceNorm1d(4) | m(x[0])
-[IMAGE] 1
+[IMAGE] 0
 nn.GroupNorm(2, 4, eps=0.1, affine=False); nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
 F.group_norm(x, 2); F.group_norm(x, num_groups=4, weight=w[0], bias=w[1]); nn.LocalResponseNorm(3, alpha=0.1)
 F.local_response_norm(x, size=2); nn.LayerNorm([4, 8, 8]); torch.group_norm(x, 2); nn.GroupNorm(4, 4) | m(input=x)
 nn.CrossMapLRN2d(2)
-[VOLUME] 1
+[VOLUME] 0
 nn.InstanceNorm3d(4); nn.GroupNorm(1, 4)
-[TOKENS] 1
+[TOKENS] 0
 nn.LayerNorm(6); nn.LayerNorm((5, 6), eps=0.1, elementwise_affine=False); nn.LayerNorm(6, bias=False)
 F.layer_norm(x, (6,)); F.layer_norm(normalized_shape=[6], input=x); torch.layer_norm(x, (5, 6)); nn.RMSNorm(6)
 F.rms_norm(x, (6,), eps=1e-3); nn.RMSNorm(6, eps=0.1, elementwise_affine=False); F.layer_norm(x, (6,), bias=x[0, 0])

@@ -94,13 +94,12 @@ def _ops() -> list[Op]:
         found += rows(
             shape, 0, layer("BatchNorm"), layer("MaxPool"), layer("AdaptiveMaxPool"), function("max_pool")
         )
-        found += rows(
-            shape, 1, layer("InstanceNorm"), layer("AvgPool"), layer("AdaptiveAvgPool"), layer("LPPool")
-        )
+        found += rows(shape, 0, layer("InstanceNorm"))
+        found += rows(shape, 1, layer("AvgPool"), layer("AdaptiveAvgPool"), layer("LPPool"))
         found += rows(shape, 1, function("avg_pool"), function("adaptive_avg_pool"), function("lp_pool"))
     found += rows(
         IMAGE,
-        1,
+        0,
         nn.GroupNorm,
         F.group_norm,
         nn.LocalResponseNorm,
@@ -121,7 +120,7 @@ def _ops() -> list[Op]:
     )
     found += rows(IMAGE, 0, nn.Dropout2d, F.dropout, nn.Flatten, nn.ChannelShuffle, nn.Unfold, groups=[2])
     found += rows(
-        TOKENS, 1, nn.LayerNorm, F.layer_norm, nn.RMSNorm, F.rms_norm, weight=[None], bias=[True, None]
+        TOKENS, 0, nn.LayerNorm, F.layer_norm, nn.RMSNorm, F.rms_norm, weight=[None], bias=[True, None]
     )
     acts = [
         nn.ReLU,

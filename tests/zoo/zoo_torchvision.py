@@ -146,7 +146,6 @@ CASES = [
     *[case(name, quantize=False) for name in QUANTIZABLE],
     *[case(name, **UNTRAINED) for name in SEGMENTATION],
     *[case(name, part="backbone", **UNTRAINED) for name in BACKBONES],
-    case("ssdlite320_mobilenet_v3_large", noise(2, 3, 128, 128), part="backbone", **UNTRAINED),
     *[case(name, noise(2, 3, 8, 32, 32)) for name in VIDEO],
     Case("torchvision", "mvit_v1", lambda: _small_mvit(False), noise(2, 3, 4, 32, 32)),
     Case("torchvision", "mvit_v2", lambda: _small_mvit(True), noise(2, 3, 4, 32, 32)),

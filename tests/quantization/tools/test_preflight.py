@@ -67,7 +67,7 @@ def test_every_op_says_what_happens_to_it():
     assert found["relu"] == "float: its input is not floating-point"
     assert found["relu_1"] == "absorbed: into fc1"
     assert found["fc2"] == "quantized: A8 per-tensor affine; weight float: disabled by the config"
-    assert found["norm"] == "float: quantizer disabled by the config"
+    assert found["norm"] == "float: this op is not quantized"
     assert found["transpose"] == "float: moves values only"
     assert found["add"] == "float: A.QADD.ENABLE_QUANT is off"
     assert found["mul"] == "float: this op is not quantized"

@@ -1,5 +1,5 @@
-"""Normalisations. A BatchNorm is folded into the op before it, or stays float; the others compute their statistics
-from the input, which is quantized."""
+"""Normalisations stay float: a BatchNorm is folded into the op before it, and no runtime computes the others in
+integers, while one scale for values that a norm still has to make equal costs 10 to 20 dB (vision transformers)."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class _Norm(QuantOpr):
     """A module that is taken over, or a function with the weight among its arguments."""
 
     quantize_weight = False  # one factor per channel
+    quantize_input = False
     original: ClassVar[type[nn.Module]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,8 +79,8 @@ class QInstanceNorm3d(_Norm, nn.InstanceNorm3d):
     original = nn.InstanceNorm3d
 
 
-QInstanceNorm = define("QInstanceNorm", QuantOpr, *spelled("instance_norm"))
+QInstanceNorm = define("QInstanceNorm", Opr, *spelled("instance_norm"))
 QLocalResponseNorm = define(
-    "QLocalResponseNorm", QuantOpr, nn.LocalResponseNorm, nn.CrossMapLRN2d, *spelled("local_response_norm")
+    "QLocalResponseNorm", Opr, nn.LocalResponseNorm, nn.CrossMapLRN2d, *spelled("local_response_norm")
 )
 BatchNormFunction = define("BatchNormFunction", Opr, *spelled("batch_norm native_batch_norm"))
