@@ -140,11 +140,8 @@ def _explain(error: BaseException, model: nn.Module) -> str:
 
 def _module_path(error: BaseException, model: nn.Module) -> str:
     """The path of the module whose node the exporter was at, from the frames of the error."""
-    paths = (
-        {str(n.target): n.meta.get("path") or n.name for n in model.graph.nodes}
-        if hasattr(model, "graph")
-        else {}
-    )
+    graph: Any = getattr(model, "graph", None)
+    paths = {str(n.target): n.meta.get("path") or n.name for n in graph.nodes} if graph else {}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for name in ("node", "n"):
             node = frame.f_locals.get(name)
