@@ -140,9 +140,8 @@ def _explain(error: BaseException, model: nn.Module) -> str:
 
 def _module_path(error: BaseException, model: nn.Module) -> str:
     """The path of the module whose node the exporter was at, from the frames of the error."""
-    graph: Any = getattr(model, "graph", None)
     graph = getattr(model, "graph", None)
-    nodes = graph.nodes if isinstance(graph, fx.Graph) else []
+    nodes: list[fx.Node] = list(graph.nodes) if isinstance(graph, fx.Graph) else []
     paths = {str(n.target): n.meta.get("path") or n.name for n in nodes}
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         for name in ("node", "n"):
