@@ -45,6 +45,7 @@ def session(path: str | Path, optimised: bool = True, save: str | None = None) -
     options.log_severity_level = 4  # what goes wrong is raised, with a reason
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work may go on beside it
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float accumulation
     if save:
         options.graph_optimization_level = level.ORT_ENABLE_EXTENDED  # without layouts of this very machine
