@@ -188,7 +188,7 @@ def test_verify_later(net, tmp_path, monkeypatch):
     report = sparsebit.verify(path, net, images()[1:])
     assert not report.ok and report.certificate.failures()[0].startswith("layer1_0_conv1.weight_quantizer")
     other = sparsebit.quantize(small_net(blocks=1), images())
-    with pytest.raises(ExportError, match="made from another model: layer1_1"):
+    with pytest.raises(ExportError, match=r"made from another model: .*layer1_1_conv1\.weight_quantizer"):
         sparsebit.verify(path, other, images())
     with pytest.raises(ExportError, match="there is no such file"):
         sparsebit.verify(tmp_path / "none.onnx", net, images())

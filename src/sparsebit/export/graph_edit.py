@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from sparsebit.export.marks import DOMAIN, KEY, OP
 
-SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the module of a node there
+SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the modules around a node there
+MODULE = "sparsebit.module"  # in a finished file: the innermost of them
 
 
 def is_mark(node: ir.Node | None) -> bool:
@@ -36,6 +37,13 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
     return value
 
 
+def zeros(graph: ir.Graph, like: np.ndarray[Any, Any]) -> ir.Value:
+    """Zeros of that type and shape; everybody who needs them shares one initializer."""
+    name = f"zeros/{like.dtype}/{like.size if like.ndim else 'scalar'}"
+    known = graph.initializers.get(name)
+    return constant(graph, name, np.zeros_like(like)) if known is None else known
+
+
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """The numbers of a constant value, or None."""
     found = None if value is None else ir.convenience.get_const_tensor(value)
@@ -52,8 +60,9 @@ def insert(
     """A new node in front of another; its single output, named like the node."""
     node = ir.node(op, inputs, attributes=attributes or {}, name=name)
     out, first = node.outputs[0], inputs[0]
-    if SCOPES in before.metadata_props:  # it belongs to the same module
-        node.metadata_props[SCOPES] = before.metadata_props[SCOPES]
+    for key in (SCOPES, MODULE):  # it belongs to the same module
+        if key in before.metadata_props:
+            node.metadata_props[key] = before.metadata_props[key]
     out.name = f"{name}/out"
     if first is not None:
         out.type, out.shape = first.type, first.shape  # right for most; others set their own
@@ -89,3 +98,11 @@ def made_by(value: ir.Value | None) -> ir.Node | None:
         source = node.inputs[0]
         node = source.producer() if source is not None else None
     return node
+
+
+def module_of(node: ir.Node) -> str:
+    """The path of the module that a node belongs to, or the node's own name."""
+    if MODULE in node.metadata_props:
+        return node.metadata_props[MODULE]
+    names = [s.strip(" '\"") for s in node.metadata_props.get(SCOPES, "").strip("[]").split(",")]
+    return next((n for n in reversed(names[:-1]) if n), None) or str(node.name)

@@ -20,13 +20,17 @@ class Site:
     """One place where a quantizer works in the file: the values before and after it."""
 
     name: str
-    before: str  # "" for a weight
     after: str
+    before: str = ""  # a weight has none
     hoisted: bool = False  # the values before it are on the grid already: a copy of it stands further up
     clip: Clip = (
         None,
         None,
     )  # an activation that only clips, taken in: the values before it are not clipped yet
+
+
+def _default(name: str) -> tuple[Any, ...]:
+    return astuple(Site(name, f"{name}/DQ/out"))
 
 
 @dataclass
@@ -54,16 +58,20 @@ class Lowered:
         return found
 
     def to_json(self) -> str:
-        return json.dumps([astuple(site) for site in self.sites], separators=(",", ":"))
+        short = [astuple(site) for site in self.sites]
+        for i, site in enumerate(self.sites):
+            while len(short[i]) > 1 and short[i][-1] == _default(site.name)[len(short[i]) - 1]:
+                short[i] = short[i][:-1]  # what goes without saying
+        return json.dumps(short, separators=(",", ":"))
 
     @classmethod
     def of_file(cls, model: ir.Model) -> Lowered:
         """As `to_json` wrote it; the biases are read from the graph itself."""
         known = json.loads(model.metadata_props["sparsebit.lowered"])
-        sites = [
-            Site(name, before, after, hoisted, (clip[0], clip[1]))
-            for name, before, after, hoisted, clip in known
-        ]
+        sites = []
+        for entry in known:
+            name, after, before, hoisted, clip = [*entry, *_default(entry[0])[len(entry) :]]
+            sites.append(Site(name, after, before, hoisted, (clip[0], clip[1])))
         bias = {}
         for node in model.graph:
             if BIAS_OF in node.metadata_props:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import torch
 
 from sparsebit.errors import ExportError
-from sparsebit.export.graph_edit import constant, insert, marks_in, name_of, replace
+from sparsebit.export.graph_edit import constant, insert, marks_in, name_of, replace, zeros
 from sparsebit.export.lowered import Clip, Lowered, Site
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container, container_bits
@@ -73,7 +73,7 @@ def grid(graph: ir.Graph, mark: Mark, stem: str, ndim: int) -> tuple[ir.Value, i
     codes = zero.reshape(shape).astype(np.int32).astype(container(mark))
     return (
         constant(graph, f"{stem}/scale", scale.reshape(shape)),
-        constant(graph, f"{stem}/zero_point", codes),
+        constant(graph, f"{stem}/zero_point", codes) if zero.any() else zeros(graph, codes),
         {} if axis is None else {"axis": axis},
     )
 
@@ -92,7 +92,7 @@ def _lower_weight(node: ir.Node, mark: Mark) -> Site:
         known.type = ir.TensorType(FLOAT)
         _describe(known, mark)
     replace(node, _cast(node, known, node.outputs[0].dtype, f"{node.name}/back"))
-    return Site(mark.name, "", after)
+    return Site(mark.name, after)
 
 
 def _lower_activation(node: ir.Node, mark: Mark) -> Site:
@@ -108,14 +108,13 @@ def _lower_activation(node: ir.Node, mark: Mark) -> Site:
         x = _clip_values(node, x, mark, stem)
     codes = insert(node, "QuantizeLinear", [x, scale, zero], f"{stem}/Q", axis)
     codes.type = ir.TensorType(ir.DataType.from_numpy(container(mark)))
-    _describe(codes, mark)
     codes = _clip_codes(node, codes, mark, stem)
     out = insert(node, "DequantizeLinear", [codes, scale, zero], f"{stem}/DQ", axis)
     out.type = ir.TensorType(FLOAT)
     _describe(out, mark)
     assert out.name is not None
     replace(node, _cast(node, out, kind, f"{stem}/back"))
-    return Site(mark.name, before, out.name, clip=clip_of(node))
+    return Site(mark.name, out.name, before, clip=clip_of(node))
 
 
 def _cast(node: ir.Node, x: ir.Value, kind: ir.DataType | None, name: str) -> ir.Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import SCOPES, array_of, made_by, readers
+from sparsebit.export.graph_edit import array_of, made_by, module_of, readers
 from sparsebit.export.lowered import BIAS_OF
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -31,15 +31,8 @@ def why_float(model: ir.Model) -> dict[str, str]:
             continue
         reason = _reason(node)
         if reason:
-            found[f"{where(node)} ({node.op_type})"] = reason
+            found[f"{module_of(node)} ({node.op_type})"] = reason
     return found
-
-
-def where(node: ir.Node) -> str:
-    """The module path that torch's exporter wrote beside the node."""
-    scopes = node.metadata_props.get(SCOPES, "")
-    names = [s.strip(" '\"") for s in scopes.strip("[]").split(",")]
-    return next((n for n in reversed(names[:-1]) if n), None) or str(node.name)
 
 
 def _reason(node: ir.Node) -> str:
@@ -80,5 +73,5 @@ def _output_reason(value: ir.Value) -> str:
         return _output_reason(users[0].outputs[0])
     other = next((u for u in users if u.op_type != "QuantizeLinear"), None)
     if other is not None:
-        return f"{where(other)} ({other.op_type}) reads its output unquantized"
+        return f"{module_of(other)} ({other.op_type}) reads its output unquantized"
     return "" if len(users) == 1 else "its readers quantize it in different ways"

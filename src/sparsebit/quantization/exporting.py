@@ -23,7 +23,6 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-KEPT = ("pkg.torch.onnx.name_scopes",)  # of what torch's exporter writes beside a node: its module
 
 
 def export_onnx(
@@ -203,14 +202,22 @@ def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any
     """Drop what lowering left unused and stack traces of this machine; write the quantizers into the file."""
     import onnx_ir.passes.common as common
 
+    from sparsebit.export.graph_edit import MODULE, module_of
+
     common.RemoveUnusedNodesPass()(graph)
     for node in graph.graph:
-        for key in [k for k in node.metadata_props if not k.startswith("sparsebit.") and k not in KEPT]:
-            del node.metadata_props[key]
+        known = {key: text for key, text in node.metadata_props.items() if key.startswith("sparsebit.")}
+        path = module_of(node)
+        node.metadata_props.clear()
+        node.metadata_props.update({MODULE: path} | known if path != node.name else known)
         for value in node.outputs:
             value.metadata_props.clear()
+            if not value.is_graph_output():  # runtimes infer shapes themselves
+                value.shape = value.type = None
     for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
         value.metadata_props.clear()
+        if value.const_value is not None:
+            value.shape = value.type = None  # its numbers tell
     graph.graph.metadata_props.clear()
     bits = {name: int(mark.spec.bits) for name, mark in marks.items()}
     graph.metadata_props["sparsebit.backend"] = backend.TYPE

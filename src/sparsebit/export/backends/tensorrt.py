@@ -57,8 +57,7 @@ class TensorrtBackend(Backend):
 
 def _refuse_half_quantized_adds(model: Any) -> None:
     """A residual Add runs in int8 only when both of its inputs are quantized."""
-    from sparsebit.export.graph_edit import array_of
-    from sparsebit.export.why_float import where
+    from sparsebit.export.graph_edit import array_of, module_of
 
     for node in model.graph:
         if node.op_type != "Add" or any(array_of(v) is not None for v in node.inputs):
@@ -66,8 +65,8 @@ def _refuse_half_quantized_adds(model: Any) -> None:
         marked = [v.producer() is not None and v.producer().domain == DOMAIN for v in node.inputs]
         if any(marked) and not all(marked):
             raise ExportError(
-                f"{where(node)}: one input of its Add is quantized, the other is not; TensorRT would add them in float"
-                f"\n  fix: A.QADD.ENABLE_QUANT: true"
+                f"{module_of(node)}: one input of its Add is quantized, the other is not; TensorRT would add them "
+                f"in float\n  fix: A.QADD.ENABLE_QUANT: true"
             )
 
 
