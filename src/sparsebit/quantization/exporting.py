@@ -216,8 +216,6 @@ def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any
                 value.shape = value.type = None
     for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
         value.metadata_props.clear()
-        if value.const_value is not None:
-            value.shape = value.type = None  # its numbers tell
     graph.graph.metadata_props.clear()
     bits = {name: int(mark.spec.bits) for name, mark in marks.items()}
     graph.metadata_props["sparsebit.backend"] = backend.TYPE
