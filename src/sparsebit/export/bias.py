@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from sparsebit.export.graph_edit import array_of, constant, insert, readers, zeros
+from sparsebit.export.graph_edit import array_of, constant, insert, readers
 from sparsebit.export.lowered import BIAS_OF, Lowered
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container_bits
@@ -83,7 +83,6 @@ def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
 def _store(graph: ir.Graph, places: list[Place], name: str, codes: Array, step: Array) -> None:
     stem = name.removesuffix("weight_quantizer") + "bias"
     values = [constant(graph, f"{stem}/{what}", array) for what, array in (("codes", codes), ("scale", step))]
-    values.append(zeros(graph, np.zeros(step.shape, np.int32)))
     out = insert(places[0].node, "DequantizeLinear", values, f"{stem}/DQ", {"axis": 0} if step.ndim else {})
     out.type = ir.TensorType(ir.DataType.FLOAT)
     made = out.producer()

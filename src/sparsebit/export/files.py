@@ -44,14 +44,23 @@ def write(model: Any, draft: Path) -> None:
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     ir.save(model, draft, external_data=f"{draft.name}.data" if size > LIMIT else None)
+    with editing(draft) as written:
+        del written.graph.value_info[:]  # types and shapes: runtimes infer them
 
 
 def add_metadata(draft: Path, key: str, value: str) -> None:
+    with editing(draft) as written:
+        written.metadata_props.add(key=key, value=value)
+
+
+@contextmanager
+def editing(path: Path) -> Iterator[Any]:
+    """The graph of a written file; external data stays where it is."""
     import onnx
 
-    model = onnx.load(str(draft), load_external_data=False)
-    onnx.helper.set_model_props(model, {p.key: p.value for p in model.metadata_props} | {key: value})
-    onnx.save(model, str(draft))
+    model = onnx.load(str(path), load_external_data=False)
+    yield model
+    onnx.save(model, str(path))
 
 
 def size_of(path: Path) -> int:
@@ -70,16 +79,13 @@ def accept(draft: Path, path: Path) -> None:
 
 def set_apart(draft: Path, path: Path) -> Path:
     """A file that failed is kept under another name, beside the one it was meant to be."""
-    import onnx
-
     failed = path.with_name(f"{path.stem}.failed{path.suffix}")
     data = draft.with_name(f"{draft.name}.data")
     if data.exists():
-        model = onnx.load(str(draft), load_external_data=False)
-        for entry in (e for tensor in model.graph.initializer for e in tensor.external_data):
-            if entry.key == "location":
-                entry.value = f"{failed.name}.data"
-        onnx.save(model, str(draft))
+        with editing(draft) as model:
+            for entry in (e for tensor in model.graph.initializer for e in tensor.external_data):
+                if entry.key == "location":
+                    entry.value = f"{failed.name}.data"
         os.replace(data, failed.with_name(f"{failed.name}.data"))
     os.replace(draft, failed)
     return failed

@@ -212,8 +212,6 @@ def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any
         node.metadata_props.update({MODULE: path} | known if path != node.name else known)
         for value in node.outputs:
             value.metadata_props.clear()
-            if not value.is_graph_output():  # runtimes infer shapes themselves
-                value.shape = value.type = None
     for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
         value.metadata_props.clear()
     graph.graph.metadata_props.clear()

@@ -25,7 +25,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.graph.lanes import Lane
 from sparsebit.quantization.modules import Opr
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.layers import as_calls, undisturbed
+from sparsebit.quantization.tools.layers import as_calls, is_active, undisturbed
 
 aten = torch.ops.aten
 Part = tuple[int, tuple[Any, ...]]  # MACs, and the operands that are multiplied
@@ -95,7 +95,9 @@ class _Counter(TorchDispatchMode):
         for macs, operands in _parts(packet, args, kwargs or {}, out):
             key = (self.node, self.inside[-1] if self.inside else None)
             self.result.macs[key] += macs
-            self.result.quantized[key] += macs * all(map(self.is_on_grid, operands))
+            inner = self._rounds_probs()
+            on_grid = (inner if x is None else self.is_on_grid(x) for x in operands)
+            self.result.quantized[key] += macs * all(on_grid)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         if packet.__name__ in MOVES:
             source = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
@@ -106,6 +108,12 @@ class _Counter(TorchDispatchMode):
         for x in outputs:
             self._allocated(x)
         return out
+
+    def _rounds_probs(self) -> bool:
+        """Does the attention being run round its probabilities, once it is quantized?"""
+        probs = getattr(self.inside[-1], "probs", None) if self.inside else None
+        quantizer = getattr(probs, "input_quantizer", None)
+        return quantizer is not None and is_active(quantizer)
 
     def is_on_grid(self, x: Any) -> bool:
         return isinstance(x, Tensor) and _address(x) in self._on_grid
@@ -145,7 +153,7 @@ def _parts(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Part]:
-    """Q K', then P V, where P is float: nobody can quantize a value inside the fused op."""
+    """Q K', then P V; None stands for P, a value inside the fused op."""
     batch = math.prod(q.shape[:-2]) * q.shape[-2] * k.shape[-2]
     return [(batch * q.shape[-1], (q, k)), (batch * v.shape[-1], (None, v))]
 
