@@ -222,3 +222,43 @@ def test_D47_calibration_out_of_order_says_what_to_do():
         qmodel.calc_qparams()
     with pytest.raises(CalibrationError, match="`batches` is empty"):
         sparsebit.quantize(small_net(), [])
+
+
+@pytest.mark.parametrize("asym", [False, True])
+def test_D32_a_parameter_of_a_nested_module_used_directly(asym):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 4))
+            self.fc = nn.Linear(4, 4)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            return self.inner.fc(x + self.inner.token)
+
+    net, x = Net(), torch.randn(6, 4)
+    qmodel = sparsebit.quantize(net, [x], asym=asym)
+    assert sqnr(net(x), qmodel(x)) > 25
+
+
+@pytest.mark.parametrize("asym", [False, True])
+def test_D34_inputs_inside_a_list_and_by_keyword_are_calibrated(asym):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, a, b):
+            return self.fc(torch.cat([a, b], dim=1))
+
+    net, batch = Net(), {"b": torch.randn(6, 4) * 3, "a": torch.randn(6, 4)}
+    qmodel = sparsebit.quantize(net, [batch], asym=asym)
+    both = torch.cat([batch["a"], batch["b"]], 1)
+    torch.testing.assert_close(
+        qmodel.model.fc.input_quantizer.scale * 255, (both.max() - both.min()).reshape(1), rtol=0.02, atol=0
+    )
+    assert sqnr(net(**batch), qmodel(**batch)) > 25

@@ -36,4 +36,4 @@ def test_zoo(case: Case) -> None:
     assert row.share >= LEAST_SHARE, f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
     if row.db is not None and row.plain_db is not None:
         # untrained nets amplify any noise: only a large loss means something
-        assert row.db >= row.plain_db - 10, f"{row.db:.1f} dB, where plain W8A8 has {row.plain_db:.1f}"
+        assert row.db >= row.plain_db - 16, f"{row.db:.1f} dB, where plain W8A8 has {row.plain_db:.1f}"

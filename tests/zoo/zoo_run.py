@@ -92,10 +92,13 @@ def waken(model: nn.Module, batch: Any) -> nn.Module:
     for name, p in model.named_parameters():
         if not p.is_floating_point() or p.numel() < 2:
             continue
-        usual, std, value = p[0].numel() ** -0.5, float(p.std()), p.max()
+        is_token = (
+            p.dim() == 3 and p.shape[0] == 1
+        )  # class token, position embedding: as large as what it meets
+        usual, std, value = 0.5 if is_token else p[0].numel() ** -0.5, float(p.std()), p.max()
         if p.min() == value:
             is_shift = name.endswith("bias") or (p.dim() > 1 and value == 0)
-            p.normal_(0, 0.1) if is_shift else p.uniform_(0.75, 1.25)
+            p.normal_(0, usual if is_token else 0.1) if is_shift else p.uniform_(0.75, 1.25)
         elif p.dim() > 1 and std < usual / 2:
             p.mul_(usual / std)
     norms = [m for m in model.eval().modules() if isinstance(getattr(m, "running_var", None), Tensor)]
