@@ -243,12 +243,15 @@ def _legal(key: str, option: dict[str, Any]) -> str:
         "array": "list",
     }
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    empty = ""
+    if "type" not in option:  # an option that may be null
+        option, empty = option["anyOf"][0], ", or `null`"
     limits = [f"{sign} {option[name]:g}" for name, sign in signs.items() if name in option]
-    return " ".join([kind[option["type"]], ", ".join(limits)]).strip()
+    return " ".join([kind[option["type"]], ", ".join(limits)]).strip() + empty
 
 
 def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def backend_rows() -> list[str]:

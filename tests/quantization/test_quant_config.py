@@ -45,6 +45,7 @@ def test_defaults() -> None:
             "QUANTIZER": {"TYPE": "uniform", "BIT": 8, "DISABLE": False},
             "OBSERVER": {"TYPE": "minmax"},
             "SPECIFIC": [],
+            "GROUP": None,
         },
         "A": {
             "QSCHEME": "per-tensor-affine",

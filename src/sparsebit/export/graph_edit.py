@@ -39,7 +39,7 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 def zeros(graph: ir.Graph, like: np.ndarray[Any, Any]) -> ir.Value:
     """Zeros of that type and shape; everybody who needs them shares one initializer."""
-    name = f"zeros/{like.dtype}/{like.size if like.ndim else 'scalar'}"
+    name = f"zeros/{like.dtype}/{'x'.join(map(str, like.shape)) or 'scalar'}"
     known = graph.initializers.get(name)
     return constant(graph, name, np.zeros_like(like)) if known is None else known
 

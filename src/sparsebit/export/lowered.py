@@ -27,6 +27,7 @@ class Site:
         None,
         None,
     )  # an activation that only clips, taken in: the values before it are not clipped yet
+    transposed: bool = False  # a weight that is stored as (inputs, outputs)
 
 
 def _default(name: str) -> tuple[Any, ...]:
@@ -70,8 +71,8 @@ class Lowered:
         known = json.loads(model.metadata_props["sparsebit.lowered"])
         sites = []
         for entry in known:
-            name, after, before, hoisted, clip = list(entry) + list(_default(entry[0])[len(entry) :])
-            sites.append(Site(name, after, before, hoisted, (clip[0], clip[1])))
+            name, after, before, hoisted, clip, transposed = list(entry) + list(_default(entry[0])[len(entry) :])
+            sites.append(Site(name, after, before, hoisted, (clip[0], clip[1]), transposed))
         bias = {}
         for node in model.graph:
             if BIAS_OF in node.metadata_props:

@@ -35,14 +35,14 @@ class Mark:
     @property
     def scheme(self) -> str:
         """As the config calls it."""
-        per = "channel" if self.spec.per_channel else "tensor"
+        per = "group" if self.spec.group is not None else "channel" if self.spec.per_channel else "tensor"
         return self.stored_as or f"per-{per}-{'symmetric' if self.spec.symmetric else 'affine'}"
 
     def unsigned(self) -> Mark:
         """The same values with codes from 0 on: every code and the zero point are shifted by half the range."""
         if not self.spec.symmetric or self.spec.narrow:
             return self
-        spec = QuantSpec(self.spec.bits, False, self.spec.axis)
+        spec = QuantSpec(self.spec.bits, False, self.spec.axis, group=self.spec.group)
         moved = QParams(self.qparams.scale, self.qparams.zero_point + 2 ** (self.spec.bits - 1))
         return replace(self, spec=spec, qparams=moved, stored_as=self.scheme)
 
@@ -55,7 +55,7 @@ class Mark:
             "sparsebit.bits": str(self.spec.bits),
             "sparsebit.scheme": self.scheme,
             "sparsebit.kind": kind,
-        }
+        } | ({} if self.spec.group is None else {"sparsebit.group": str(self.spec.group)})
 
 
 Marks = Mapping[str, Mark]

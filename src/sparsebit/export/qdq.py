@@ -16,6 +16,7 @@ import onnx_ir as ir
 import torch
 
 from sparsebit.errors import ExportError
+from sparsebit.export.blocks import TRANSPOSED
 from sparsebit.export.graph_edit import constant, insert, marks_in, name_of, replace, zeros
 from sparsebit.export.lowered import Clip, Lowered, Site
 from sparsebit.export.marks import Mark, Marks
@@ -65,34 +66,44 @@ def _on_cpu(mark: Mark) -> tuple[torch.Tensor, torch.Tensor]:
     return mark.qparams.scale.detach().cpu().float(), mark.qparams.zero_point.detach().cpu().float().round()
 
 
-def grid(graph: ir.Graph, mark: Mark, stem: str, ndim: int) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
-    """Scale and zero point as initializers, and the axis attribute."""
+def grid(
+    graph: ir.Graph, mark: Mark, stem: str, ndim: int, transposed: bool = False
+) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
+    """Scale and zero point as initializers, and the attributes that say what they belong to."""
     scale, zero = (t.numpy() for t in _on_cpu(mark))
     axis = channel_axis(ndim, mark.spec.axis) if scale.size > 1 else None
     shape: tuple[int, ...] = () if axis is None else (-1,)  # runtimes want a scalar, not a vector of one
+    attributes = {} if axis is None else {"axis": 1 - axis if transposed else axis}
+    if mark.spec.group is not None and mark.weight is not None:
+        shape = (len(mark.weight), -1)
+        attributes = {"axis": 0 if transposed else 1, "block_size": mark.spec.group}
     codes = zero.reshape(shape).astype(np.int32).astype(container(mark))
+    scale = scale.reshape(shape)
+    if transposed:
+        codes, scale = codes.T, scale.T
     return (
-        constant(graph, f"{stem}/scale", scale.reshape(shape)),
+        constant(graph, f"{stem}/scale", scale),
         constant(graph, f"{stem}/zero_point", codes) if zero.any() else zeros(graph, codes),
-        {} if axis is None else {"axis": axis},
+        attributes,
     )
 
 
 def _lower_weight(node: ir.Node, mark: Mark) -> Site:
     graph, after = node.graph, f"{mark.name}/DQ/out"
     assert isinstance(graph, ir.Graph) and mark.weight is not None
+    transposed = TRANSPOSED in node.metadata_props
     known = next((n.outputs[0] for n in graph if n.outputs and n.outputs[0].name == after), None)
     if known is None:
         weight = mark.weight.detach().cpu().float()
         qparams = QParams(*_on_cpu(mark))
         codes = quantize_to_int(weight, qparams, mark.spec).numpy().astype(container(mark))
-        stored = constant(graph, f"{mark.name}/codes", codes)
-        scale, zero, axis = grid(graph, mark, mark.name, weight.dim())
+        stored = constant(graph, f"{mark.name}/codes", codes.T if transposed else codes)
+        scale, zero, axis = grid(graph, mark, mark.name, weight.dim(), transposed)
         known = insert(node, "DequantizeLinear", [stored, scale, zero], f"{mark.name}/DQ", axis)
         known.type = ir.TensorType(FLOAT)
         _describe(known, mark)
     replace(node, _cast(node, known, node.outputs[0].dtype, f"{node.name}/back"))
-    return Site(mark.name, after)
+    return Site(mark.name, after, transposed=transposed)
 
 
 def _lower_activation(node: ir.Node, mark: Mark) -> Site:

@@ -21,18 +21,9 @@ Array = np.ndarray[Any, Any]
 INTEGER = frozenset(["QGemm", "QAttention", "ConvInteger", "MatMulNBits", "DynamicQuantizeMatMul"])
 COMPUTE = frozenset(
     ["Conv", "FusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "LSTM", "GRU", "RNN"]
-    + [
-        "Add",
-        "Mul",
-        "AveragePool",
-        "MaxPool",
-        "GlobalAveragePool",
-        "Concat",
-        "Resize",
-        "Sigmoid",
-        "LeakyRelu",
-    ]
-    + ["Softmax"]
+    + ["Add", "Mul", "AveragePool", "MaxPool", "GlobalAveragePool", "Concat", "Resize"]
+    + ["Sigmoid", "LeakyRelu", "Softmax", "Tanh", "HardSigmoid", "HardSwish", "Elu", "PRelu", "Softplus"]
+    + ["Gelu", "QuickGelu"]
 )
 
 

@@ -14,6 +14,7 @@ from sparsebit.export.marks import Mark, Marks
 
 LOWEST_OPSET, HIGHEST_OPSET = 18, 25  # LOWEST: of torch's exporter
 SINCE = {2: 25, 4: 21, 8: LOWEST_OPSET, 16: 21}  # bits of the type -> opset
+BLOCKS_SINCE = 21  # DequantizeLinear with block_size
 
 
 def container_bits(mark: Mark) -> int:
@@ -33,4 +34,9 @@ def container(mark: Mark) -> np.dtype[Any]:
 
 
 def opset_for(marks: Marks) -> int:
-    return max((SINCE[container_bits(mark)] for mark in marks.values()), default=LOWEST_OPSET)
+    return max(map(since, marks.values()), default=LOWEST_OPSET)
+
+
+def since(mark: Mark) -> int:
+    """The first opset that can hold this grid."""
+    return max(SINCE[container_bits(mark)], BLOCKS_SINCE if mark.spec.group is not None else LOWEST_OPSET)

@@ -19,6 +19,7 @@ NEEDS_OUTPUT = (
     "Softmax",
 )
 NO_KERNEL = ("ConvTranspose", "LSTM", "GRU", "RNN")
+SMOOTH = {"Erf": "GELU"} | {op: op for op in ("HardSwish", "HardSigmoid", "Tanh", "Elu", "PRelu", "Softplus")}
 FUSED_BEHIND = ("Relu", "Clip")
 BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -27,7 +28,7 @@ def why_float(model: ir.Model) -> dict[str, str]:
     """By module path (or node name): the reason why the op stays float."""
     found: dict[str, str] = {}
     for node in model.graph:
-        if node.domain or node.op_type not in (*WEIGHTED, *NEEDS_OUTPUT, *NO_KERNEL):
+        if node.domain or node.op_type not in (*WEIGHTED, *NEEDS_OUTPUT, *NO_KERNEL, *SMOOTH):
             continue
         reason = _reason(node)
         if reason:
@@ -38,6 +39,13 @@ def why_float(model: ir.Model) -> dict[str, str]:
 def _reason(node: ir.Node) -> str:
     if node.op_type in NO_KERNEL:
         return f"onnxruntime has no integer kernel for {node.op_type}"
+    if node.op_type in SMOOTH or _is_silu(node):
+        x = node.inputs[0]
+        made = x.producer() if x is not None and node.op_type == "Erf" else None
+        x = x if made is None else made.inputs[0]  # GELU: erf(x / sqrt(2))
+        if x is None or _input_reason(x):
+            return ""  # a float activation between float values: nobody asked for integers
+        return f"onnxruntime has no integer kernel for {SMOOTH.get(node.op_type, 'SiLU')}"
     if node.op_type == "Add" and any(_is_constant(value) for value in node.inputs):
         return ""  # a bias, not a residual addition
     for value in node.inputs[:2] if node.op_type in WEIGHTED else node.inputs:
@@ -46,6 +54,12 @@ def _reason(node: ir.Node) -> str:
             if reason:
                 return reason
     return _output_reason(node.outputs[0]) if node.op_type in NEEDS_OUTPUT else ""
+
+
+def _is_silu(node: ir.Node) -> bool:
+    """The Sigmoid of x * sigmoid(x)."""
+    users = readers(node.outputs[0]) if node.op_type == "Sigmoid" else []
+    return len(users) == 1 and users[0].op_type == "Mul" and node.inputs[0] in users[0].inputs
 
 
 def _is_constant(value: ir.Value | None) -> bool:

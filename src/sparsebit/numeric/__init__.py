@@ -3,7 +3,7 @@
 from sparsebit.numeric.fake_quant import dequantize, fake_quantize, quantize_to_int
 from sparsebit.numeric.packing import pack_bits, unpack_bits
 from sparsebit.numeric.qparams import minmax_from_qparams, qparams_from_minmax
-from sparsebit.numeric.spec import QParams, QuantSpec, as_channels, broadcast
+from sparsebit.numeric.spec import QParams, QuantSpec, as_channels, broadcast, in_groups
 
 __all__ = [
     "QParams",
@@ -12,6 +12,7 @@ __all__ = [
     "broadcast",
     "dequantize",
     "fake_quantize",
+    "in_groups",
     "minmax_from_qparams",
     "pack_bits",
     "qparams_from_minmax",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.numeric.spec import QParams, QuantSpec, broadcast, channel_axis
+from sparsebit.numeric.spec import QParams, QuantSpec, broadcast, channel_axis, in_groups
 
 CHUNK = 2**18  # values per piece: 1 MiB of float32, half of a common L2 cache
 
@@ -24,6 +24,8 @@ def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = 
 
     `inplace` permits to write the result into x; it is ignored where a gradient needs x.
     """
+    if spec.group is not None:
+        return fake_quantize(in_groups(x, spec.group), qparams, spec.ungrouped, inplace).reshape(x.shape)
     scale, zero_point = qparams.scale, qparams.zero_point
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
@@ -37,12 +39,17 @@ def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = 
 
 def quantize_to_int(x: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
     """The integer codes of `x` (int32)."""
+    if spec.group is not None:
+        return quantize_to_int(in_groups(x, spec.group), qparams, spec.ungrouped).reshape(x.shape)
     s, z = _aligned(x, qparams.scale, qparams.zero_point, spec.axis)
     codes = (x.to(s.dtype) / s).round_() + z.round()
     return codes.clamp_(spec.qmin, spec.qmax).to(torch.int32)
 
 
 def dequantize(codes: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
+    """The values that `codes` stand for."""
+    if spec.group is not None:
+        return dequantize(in_groups(codes, spec.group), qparams, spec.ungrouped).reshape(codes.shape)
     s, z = _aligned(codes, qparams.scale, qparams.zero_point, spec.axis)
     return (codes.to(s.dtype) - z.round()) * s
 

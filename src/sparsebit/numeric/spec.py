@@ -16,16 +16,20 @@ MAX_BITS = 16
 class QuantSpec:
     """What a tensor is rounded to. Symmetric: signed codes, zero point 0. Affine: unsigned codes.
 
-    `axis` is the channel axis, or None for one scale per tensor. `narrow` drops the lowest symmetric
-    code, so that the codes are balanced around zero.
+    `axis` is the channel axis, or None for one scale per tensor. `group` splits each channel of axis 0 into runs of
+    that many values with a scale each (weights of Linear layers). `narrow` drops the lowest symmetric code, so that
+    the codes are balanced around zero.
     """
 
     bits: int = 8
     symmetric: bool = True
     axis: int | None = None
     narrow: bool = False
+    group: int | None = None
 
     def __post_init__(self) -> None:
+        if self.group is not None and self.axis != 0:
+            raise ConfigError("GROUP: groups are parts of the channels of axis 0; use a per-channel QSCHEME")
         if not 1 <= self.bits <= MAX_BITS:
             raise ConfigError(f"BIT: must be between 1 and {MAX_BITS}, got {self.bits}")
 
@@ -46,13 +50,18 @@ class QuantSpec:
     def per_channel(self) -> bool:
         return self.axis is not None
 
+    @property
+    def ungrouped(self) -> QuantSpec:
+        """The grid of `in_groups(x)`, where a group is a channel."""
+        return replace(self, group=None)
+
     def with_bits(self, bits: int) -> QuantSpec:
         return replace(self, bits=bits)
 
 
 @dataclass(frozen=True)
 class QParams:
-    """Scale and zero point, one per channel (shape `(channels,)`) or one per tensor (shape `(1,)`)."""
+    """Scale and zero point, one per tensor (shape `(1,)`), per channel (`(channels,)`) or per group (all in a row)."""
 
     scale: Tensor
     zero_point: Tensor
@@ -63,6 +72,11 @@ def channel_axis(ndim: int, axis: int | None) -> int | None:
     if axis is None or ndim == 0:
         return None
     return min(axis, ndim - 1) if axis >= 0 else max(axis + ndim, 0)
+
+
+def in_groups(x: Tensor, group: int | None) -> Tensor:
+    """`x` as rows of one group each, so that a group is a channel of axis 0; without groups `x` itself."""
+    return x if group is None else x.reshape(-1, group)
 
 
 def as_channels(x: Tensor, axis: int | None) -> Tensor:

@@ -86,7 +86,8 @@ def check_locally(
         calls[name] += 1
         if mark.weight is not None:
             expected = fake_quantize(mark.weight.float(), mark.qparams, mark.spec)
-            stored = torch.from_numpy(values[site.after].copy()).to(expected)
+            found = values[site.after].T if site.transposed else values[site.after]
+            stored = torch.from_numpy(found.copy()).to(expected)
             check.codes += stored.numel()
             check.wrong += int((stored != expected).sum())
             return stored.to(x)

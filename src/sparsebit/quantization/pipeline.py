@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx, nn
 
+from sparsebit.errors import ConfigError
 from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
@@ -93,7 +94,10 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
             known = [*names, *_enclosing(node, inside)]
             all_names += known
             w, a = resolve(ctx.config.w, known), resolve(ctx.config.a, known)
-            module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
+            try:
+                module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
+            except ConfigError as error:
+                raise ConfigError(f"{names[-1]}: {error}") from None
             for kind, quantizer in (("input", module.input_quantizer), ("weight", module.weight_quantizer)):
                 if quantizer is not None:
                     quantizer.name = f"{names[0]}.{kind}_quantizer"

@@ -152,6 +152,17 @@ class WeightConfig(TensorConfig):
     target = (QuantTarget.WEIGHT,)
 
     qscheme: QScheme = "per-channel-symmetric"
+    group: int | None = Field(
+        None, ge=1, description="values per scale in the weights of Linear layers; null: one scale per channel"
+    )
+
+    def verify(self) -> None:
+        super().verify()
+        if self.group is not None and not self.qscheme.startswith("per-channel"):
+            raise ConfigError(
+                f"GROUP: groups are parts of channels; write QSCHEME: per-channel-symmetric instead of {self.qscheme}, "
+                f"or GROUP: null"
+            )
 
 
 class ActivationConfig(TensorConfig):

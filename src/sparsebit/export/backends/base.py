@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsebit.errors import ExportError
 from sparsebit.export.marks import Mark, Marks
-from sparsebit.export.types import HIGHEST_OPSET, LOWEST_OPSET, SINCE, container, container_bits, opset_for
+from sparsebit.export.types import (
+    HIGHEST_OPSET,
+    LOWEST_OPSET,
+    SINCE,
+    container,
+    container_bits,
+    opset_for,
+    since,
+)
 from sparsebit.registry import Registry
 
 if TYPE_CHECKING:
@@ -51,8 +59,9 @@ class Backend:
             )
         if needed == LOWEST_OPSET:
             return needed, f"{asked} was asked; {needed} is the lowest that torch's exporter writes"
-        type_ = next(str(container(m)) for m in marks.values() if SINCE[container_bits(m)] == needed)
-        return needed, f"{asked} was asked; {needed} is the first with {type_}"
+        first = next(m for m in marks.values() if since(m) == needed)
+        what = str(container(first)) if SINCE[container_bits(first)] == needed else "scales per group"
+        return needed, f"{asked} was asked; {needed} is the first with {what}"
 
     def lower(self, model: ir.Model, marks: Marks) -> Any:
         """Turn the marks of `model` into nodes of the runtime; returns a Lowered."""

@@ -25,6 +25,7 @@ class OnnxruntimeBackend(Backend):
 
     def lower(self, model: Any, marks: Marks) -> Any:
         from sparsebit.export import rewrites
+        from sparsebit.export.blocks import packed_products
         from sparsebit.export.bias import integer_bias
         from sparsebit.export.clips import absorb_clips
         from sparsebit.export.qdq import lower_marks
@@ -37,6 +38,7 @@ class OnnxruntimeBackend(Backend):
         rewrites.hoist(model, marks)
         absorb_clips(model, marks)
         aliases |= rewrites.merge_equal(model, marks)
+        packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
         rewrites.keep_apart(model)

@@ -12,6 +12,7 @@ from sparsebit.errors import ExportError
 from sparsebit.export.backends.base import BACKENDS, Backend, Problem
 from sparsebit.export.marks import DOMAIN, Mark, Marks
 
+INT4_BLOCKS = (64, 128)
 PRESET = "start from the preset w8a8-tensorrt"
 
 
@@ -36,7 +37,13 @@ class TensorrtBackend(Backend):
         if not mark.is_weight and mark.qparams.scale.numel() > 1:
             reason = "TensorRT takes one scale per activation tensor"
             found.append(Problem(mark.name, reason, "A.QSCHEME: per-tensor-symmetric"))
-        if mark.spec.bits != 8:
+        blocked_int4 = mark.spec.bits == 4 and mark.spec.group in INT4_BLOCKS
+        if mark.spec.group is not None and not blocked_int4:
+            reason = f"TensorRT has no groups of {mark.spec.group} {mark.spec.bits}-bit weights"
+            found.append(
+                Problem(mark.name, reason, "W.GROUP: 64 or 128 with W.QUANTIZER.BIT: 4, or GROUP: null")
+            )
+        elif mark.spec.bits != 8 and not blocked_int4:
             kind = "weights of this kind" if mark.is_weight else "activations"
             reason = f"TensorRT has no {mark.spec.bits}-bit {kind}"
             fix = f"{letter}.QUANTIZER.BIT: 8 (4-bit weights only for Linear, in groups of 64 or 128)"
@@ -45,11 +52,13 @@ class TensorrtBackend(Backend):
 
     def lower(self, model: Any, marks: Marks) -> Any:
         from sparsebit.export import rewrites
+        from sparsebit.export.blocks import packed_products
         from sparsebit.export.qdq import lower_marks
 
         aliases = rewrites.merge_equal(model, marks)
         _refuse_half_quantized_adds(model)
         _refuse_other_axes(model, marks)
+        packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         lowered.add_aliases(aliases)
         return lowered
@@ -76,7 +85,7 @@ def _refuse_other_axes(model: Any, marks: Marks) -> None:
 
     for node in marks_in(model):
         mark = marks.get(name_of(node))
-        if mark is None or not mark.is_weight or mark.qparams.scale.numel() == 1:
+        if mark is None or not mark.is_weight or mark.qparams.scale.numel() == 1 or mark.spec.group:
             continue
         for user in readers(node.outputs[0]):
             output = 1 if user.op_type == "ConvTranspose" else 0

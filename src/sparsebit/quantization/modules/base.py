@@ -132,6 +132,7 @@ class QuantOpr(Opr):
         if self.weight is not None and self.quantize_weight:
             self.weight_quantizer = build_quantizer(config.w)
             self.weight_quantizer.set_ch_axis(self.weight_axis)
+            self.weight_quantizer.qdesc.set_group(self.weight_group(config.w.group))
             self.weight_quantizer.set_backend(backend)
             if config.schedule.bias_correction and self.output_shift is not None:
                 channels = self.weight.shape[self.weight_axis] * (self.groups if self.weight_axis else 1)
@@ -140,6 +141,10 @@ class QuantOpr(Opr):
         if self.quantize_input:
             self.input_quantizer = build_quantizer(config.a)
             self.input_quantizer.set_backend(backend)
+
+    def weight_group(self, asked: int | None) -> int | None:
+        """How many values of the weight share a scale; None: a whole channel. Linear layers have groups."""
+        return None
 
     @property
     def current_bias(self) -> Tensor | None:

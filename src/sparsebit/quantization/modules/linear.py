@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sparsebit.errors import ConfigError
 from sparsebit.quantization.modules.base import (
     MultipleInputsQuantOpr,
     QuantOpr,
@@ -24,6 +25,17 @@ class QLinear(QuantOpr, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         x, weight = self.quantized_input(input), self.quantized_weight()
         return nn.functional.linear(x, weight, self.current_bias)
+
+    def weight_group(self, asked: int | None) -> int | None:
+        inputs = self.in_features
+        if asked is None or asked >= inputs:
+            return None
+        if inputs % asked:
+            raise ConfigError(
+                f"W.GROUP: {inputs} inputs cannot be split into groups of {asked}; choose a divisor, or GROUP: null for "
+                f"this layer by W.SPECIFIC"
+            )
+        return asked
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
         return error @ mean

@@ -17,7 +17,7 @@ from sparsebit.config import Config
 from sparsebit.errors import CalibrationError
 from sparsebit.numeric.histogram import Bins, Histogram, channel_minmax, image_minmax, sample_stride
 from sparsebit.numeric.qparams import qparams_from_minmax
-from sparsebit.numeric.spec import QuantSpec, as_channels
+from sparsebit.numeric.spec import QuantSpec, as_channels, in_groups
 from sparsebit.quantization.common import Backend, Granularity, QuantTarget
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Observer(nn.Module):
     def update(self, x: Tensor) -> None:
         """See one batch of any shape and type. NaN and Inf are refused; empty batches are ignored."""
         if x.numel():
-            self.observe(x.detach().float())
+            self.observe(in_groups(x.detach().float(), self.spec.group))
 
     def observe(self, x: Tensor) -> None:
         """One batch in its own layout, float32. Override where the axis of images matters."""

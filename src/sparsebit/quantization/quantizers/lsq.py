@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.numeric import QuantSpec, as_channels
+from sparsebit.numeric import QuantSpec, as_channels, in_groups
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 
@@ -44,7 +44,7 @@ class LSQQuantizer(BaseQuantizer):
 
     def update_observer(self, x: Tensor) -> None:
         super().update_observer(x)
-        rows = as_channels(x.detach(), self.spec.axis)
+        rows = as_channels(in_groups(x.detach(), self.spec.group), self.spec.axis)
         total = rows.abs().sum(1, dtype=torch.float64)
         self._abs_sum = total if self._abs_sum is None else self._abs_sum + total
         self._count += rows.shape[1]

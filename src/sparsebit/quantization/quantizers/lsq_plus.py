@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.numeric import as_channels
+from sparsebit.numeric import as_channels, in_groups
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
@@ -44,7 +44,7 @@ class LSQPlusQuantizer(BaseQuantizer):
     def update_observer(self, x: Tensor) -> None:
         super().update_observer(x)
         if QuantTarget.WEIGHT in self.cfg.target:  # weights come whole, so this is exact
-            rows = as_channels(x.detach().float(), self.spec.axis)
+            rows = as_channels(in_groups(x.detach().float(), self.spec.group), self.spec.axis)
             mean, std = rows.mean(1), rows.std(1, correction=0)
             self._three_sigma = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
 

@@ -27,6 +27,7 @@ class QuantDescriptor:
         self.is_perchannel, self.is_symmetric = next(
             flags for flags, scheme in SCHEMES.items() if scheme is get_qscheme(cfg.qscheme)
         )
+        self.group: int | None = None  # values per scale, where a channel has several
         self.set_bit(cfg.quantizer.bit)
 
     def set_bit(self, bit: int) -> None:
@@ -36,13 +37,18 @@ class QuantDescriptor:
     def set_symmetric(self, is_symmetric: bool) -> None:
         self.is_symmetric = is_symmetric
 
+    def set_group(self, group: int | None) -> None:
+        self.group = group
+
     def set_ch_axis(self, axis: int) -> None:
         self._ch_axis = axis
 
     @property
     def spec(self) -> QuantSpec:
         """The grid as it is now; ask again after `set_bit` or `set_symmetric`."""
-        return QuantSpec(self.bit, self.is_symmetric, self._ch_axis if self.is_perchannel else None)
+        if not self.is_perchannel:
+            return QuantSpec(self.bit, self.is_symmetric)
+        return QuantSpec(self.bit, self.is_symmetric, self._ch_axis, group=self.group)
 
     @property
     def scheme(self) -> torch.qscheme:
@@ -66,4 +72,5 @@ class QuantDescriptor:
 
     def __repr__(self) -> str:
         kind = "int" if self.is_symmetric else "uint"
-        return f"{kind}{self.bit} {str(self.scheme).removeprefix('torch.').replace('_', '-')}"
+        groups = "" if self.group is None else f" in groups of {self.group}"
+        return f"{kind}{self.bit} {str(self.scheme).removeprefix('torch.').replace('_', '-')}{groups}"

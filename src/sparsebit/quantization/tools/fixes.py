@@ -81,6 +81,7 @@ def _try(
         new = build_quantizer(quantizer.cfg.override(*override))
         new.to(quantizer.scale.device)
         new.set_ch_axis(quantizer.ch_axis)
+        new.qdesc.set_group(quantizer.qdesc.group)
         new.qdesc.set_symmetric(quantizer.is_symmetric)
         if "QSCHEME" not in override:
             new.qdesc.is_perchannel = quantizer.is_perchannel

@@ -185,7 +185,9 @@ def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
     quantizer = owner.weight_quantizer if isinstance(owner, QuantOpr) and name == "weight" else None
     if quantizer is None or not is_active(quantizer):
         return p.nbytes
+    group = quantizer.spec.group
     channels = p.shape[quantizer.ch_axis] if quantizer.is_perchannel else 1
+    channels = channels if group is None else p.numel() // group
     return (p.numel() * quantizer.bit + 7) // 8 + channels * (4 if quantizer.is_symmetric else 5)
 
 
@@ -220,6 +222,7 @@ def describe(quantizer: Quantizer, equalized: bool = False) -> str:
     letter = "W" if quantizer.qdesc.target is QuantTarget.WEIGHT else "A"
     spec: QuantSpec = quantizer.spec
     kind = "per-tensor" if spec.axis is None or (equalized and letter == "A") else "per-channel"
+    kind = kind if spec.group is None else f"per-group({spec.group})"
     text = f"{letter}{spec.bits} {kind} {'symmetric' if spec.symmetric else 'affine'}"
     return text if quantizer.TYPE == "uniform" else f"{text} {quantizer.TYPE}"
 
