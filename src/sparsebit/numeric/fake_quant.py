@@ -9,23 +9,31 @@ passes in place, made over pieces that stay in the cache. Gradients (straight-th
 
 from __future__ import annotations
 
+import math
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsebit.numeric.kernels import fake_quant as kernels
 from sparsebit.numeric.spec import QParams, QuantSpec, broadcast, channel_axis, in_groups
 
 CHUNK = 2**18  # values per piece: 1 MiB of float32, half of a common L2 cache
+PIECE = 2**16  # of several tensors at once
 
 
-def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = False) -> Tensor:
+def fake_quantize(
+    x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = False, grad_scale: float = 1.0
+) -> Tensor:
     """`x` rounded to the grid of `qparams`, in x's dtype; half precision is computed in float32.
 
-    `inplace` permits to write the result into x; it is ignored where a gradient needs x.
+    `inplace` permits to write the result into x; it is ignored where a gradient needs x. `grad_scale` multiplies
+    the gradients of scale and zero point (LSQ).
     """
     if spec.group is not None:
-        return fake_quantize(in_groups(x, spec.group), qparams, spec.ungrouped, inplace).reshape(x.shape)
+        rows = in_groups(x, spec.group)
+        return fake_quantize(rows, qparams, spec.ungrouped, inplace, grad_scale).reshape(x.shape)
     scale, zero_point = qparams.scale, qparams.zero_point
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
@@ -33,7 +41,7 @@ def fake_quantize(x: Tensor, qparams: QParams, spec: QuantSpec, inplace: bool = 
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         wants_grad = True  # the traceable formula; chunks and .item() are for eager mode only
     if wants_grad:
-        return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis)
+        return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, grad_scale)
     return _forward(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, inplace and not x.requires_grad)
 
 
@@ -107,40 +115,105 @@ def _dense(x: Tensor) -> bool:
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        qmin: int,
+        qmax: int,
+        axis: int | None,
+        grad_scale: float,
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
-        ctx.args = qmin, qmax, axis
+        ctx.args = qmin, qmax, axis, grad_scale
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             s, z = _aligned(x, scale, zero_point, axis)
             z = z.round()
             return ((x.to(s.dtype) / s).round().clamp(qmin - z, qmax - z) * s).to(x.dtype)
+        library = kernels.library_for(x)
+        if library is not None:
+            return kernels.forward(library, kernels.dense(x), *_bounds(scale, zero_point, qmin, qmax), axis)
         return _forward(x, scale, zero_point, qmin, qmax, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero_point = ctx.saved_tensors
-        qmin, qmax, axis = ctx.args
-        s, z = _aligned(x, scale, zero_point, axis)
-        g, z = grads[0].to(s.dtype), z.round()
-        v = x.to(s.dtype) / s
-        r = v.round()
-        clipped = r.clamp(qmin - z, qmax - z)
-        inside = r == clipped
-        gx = torch.where(inside, g, 0).to(x.dtype) if ctx.needs_input_grad[0] else None
-        gs = gz = None
+        qmin, qmax, axis, grad_scale = ctx.args
+        gx, gs, outside = _backward(x, grads[0], scale, zero_point, qmin, qmax, axis)
         if ctx.needs_input_grad[1]:
-            gs = _reduce(g * torch.where(inside, r - v, clipped), scale, axis)
+            gs = (gs * grad_scale).reshape(scale.shape).to(scale.dtype)
         if ctx.needs_input_grad[2]:
-            gz = _reduce(g * torch.where(inside, 0, -s), zero_point, axis)
-        return gx, gs, gz, None, None, None
+            outside = outside.reshape(zero_point.shape) * scale.reshape(zero_point.shape) * -grad_scale
+            outside = outside.to(zero_point.dtype)
+        wanted = (g if need else None for g, need in zip((gx, gs, outside), ctx.needs_input_grad))
+        return *wanted, None, None, None, None
 
 
-def _reduce(grad: Tensor, like: Tensor, axis: int | None) -> Tensor:
-    """Sum a full-size gradient down to one value per channel, in the shape and dtype of the parameter."""
+def _backward(
+    x: Tensor, g: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, axis: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x, and per channel: that of the scale, and the sum of `g` where x is outside the grid."""
+    if not torch.compiler.is_compiling():
+        library = kernels.library_for(x) if g.dtype == x.dtype else None
+        if library is not None:
+            return kernels.backward(
+                library, kernels.dense(x), g, *_bounds(scale, zero_point, qmin, qmax), axis
+            )
+        if x.is_cpu and x.is_contiguous() and x.dtype == torch.float32 == g.dtype and x.numel() > PIECE:
+            pieces = _pieces(x, channel_axis(x.dim(), axis))
+            if pieces is not None:
+                return _backward_in_pieces(x, g.contiguous(), *_bounds(scale, zero_point, qmin, qmax), pieces)
+    s, z_t = _aligned(x, scale, zero_point, axis)
+    g, z_t = g.to(s.dtype), z_t.round()
+    v = x.to(s.dtype) / s
+    r = v.round()
+    clipped = r.clamp(qmin - z_t, qmax - z_t)
+    inside = r == clipped
+    gx = torch.where(inside, g, 0)
+    gs = _reduce(g * torch.where(inside, clipped - v, clipped), axis)
+    return gx.to(x.dtype), gs, _reduce(g - gx, axis)
+
+
+def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
+    """`x` as (outer, channels, inner) if that can be cut into pieces of a good size."""
+    if axis is None:
+        return 1, 1, x.numel()
+    outer, channels, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    return (outer, channels, inner) if channels * inner >= PIECE // 16 else None
+
+
+def _backward_in_pieces(
+    x: Tensor, g: Tensor, s: Tensor, lo: Tensor, hi: Tensor, pieces: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on pieces that stay in the cache: gs = sum(g c) - sum(gx v), c the clipped codes, v = x / s."""
+    outer, channels, inner = pieces
+    gx = torch.empty_like(x)
+    flat = [t.view(pieces) for t in (x, g, gx)]
+    step = max(PIECE // inner, 1)
+    sums = x.new_zeros(2, channels)
+    for i, c in product(range(outer), range(0, channels, step)):
+        at = slice(c, c + step)
+        grid: list[Any] = [p.item() if channels == 1 else p[at, None] for p in (s, lo, hi)]
+        for x_, g_, gx_ in zip(*(t[i, at].split(PIECE if step == 1 else inner, dim=1) for t in flat)):
+            v = (x_ / grid[0]).clamp_(grid[1] - 1, grid[2] + 1)  # one code further out; and infinity is gone
+            codes = v.round()
+            clipped = codes.clamp(grid[1], grid[2])
+            torch.mul(g_, codes.eq_(clipped), out=gx_)
+            sums[0, at] += clipped.mul_(g_).sum(1) - v.mul_(gx_).sum(1)
+            sums[1, at] += g_.sum(1) - gx_.sum(1)
+    return gx, sums[0], sums[1]
+
+
+def _bounds(scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scale, and the lowest and the highest code minus the zero point, as the kernels take them."""
+    s = scale.detach().to(torch.float32).contiguous()
+    z = zero_point.detach().to(torch.float32).round().expand_as(s)
+    return s, qmin - z, qmax - z
+
+
+def _reduce(grad: Tensor, axis: int | None) -> Tensor:
+    """Sum a full-size gradient down to one value per channel."""
     axis = channel_axis(grad.dim(), axis)
     if axis is None:
-        total = grad.sum()
-    else:
-        total = grad.sum([d for d in range(grad.dim()) if d != axis]) if grad.dim() > 1 else grad
-    return total.reshape(like.shape).to(like.dtype)
+        return grad.sum()
+    return grad.sum([d for d in range(grad.dim()) if d != axis]) if grad.dim() > 1 else grad

@@ -74,7 +74,11 @@ class Quantizer(nn.Module):
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Values of `x` on the grid. The default is plain fake quantization."""
         inplace = self.reuse is not None and self.reuse.allows(x)
-        return fake_quantize(x, QParams(scale, zero_point), self.spec, inplace)
+        return fake_quantize(x, QParams(scale, zero_point), self.spec, inplace, self.grad_scale(x))
+
+    def grad_scale(self, x: Tensor) -> float:
+        """What the gradients of a learned scale and zero point are multiplied with."""
+        return 1.0
 
     def transform(self, x: Tensor) -> Tensor:
         """What happens to a value before it is rounded; an export takes it along."""

@@ -25,6 +25,11 @@ def gs_scaling(x: Tensor, ratio: float) -> Tensor:
     return x.detach() + (scaled - scaled.detach())
 
 
+def lsq_grad_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> float:
+    """1 / sqrt(values per scale * qmax): scales then learn as fast as weights."""
+    return 1.0 / max(x.numel() / scale.numel() * spec.qmax, 1.0) ** 0.5
+
+
 @register_quantizer
 class LSQQuantizer(BaseQuantizer):
     TYPE = "lsq"
@@ -75,9 +80,10 @@ class LSQQuantizer(BaseQuantizer):
         self.qdesc.set_symmetric(bool(self.signed))
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        values = x.numel() / self.scale.numel()
-        ratio = 1.0 / max(values * self.spec.qmax, 1) ** 0.5
-        return gs_scaling(self.scale.abs(), ratio), self.zero_point
+        return self.scale.abs(), self.zero_point
+
+    def grad_scale(self, x: Tensor) -> float:
+        return lsq_grad_scale(x, self.scale, self.spec)
 
 
 Quantizer = LSQQuantizer

@@ -15,7 +15,7 @@ from sparsebit.numeric import as_channels, in_groups
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
-from sparsebit.quantization.quantizers.lsq import gs_scaling
+from sparsebit.quantization.quantizers.lsq import lsq_grad_scale
 
 
 @register_quantizer
@@ -56,11 +56,14 @@ class LSQPlusQuantizer(BaseQuantizer):
         return self.scale, self.zero_point
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = 1.0 / max(x.numel() / self.scale.numel() * self.spec.qmax, 1) ** 0.5
+        if self.is_symmetric:
+            return self.scale.abs(), self.zero_point
         # 0 stays on the grid, and the zero point a code; its gradient passes, so that it can come back
-        zero_point = gs_scaling(self.zero_point, ratio)
-        inside = zero_point.detach().clamp(self.spec.qmin, self.spec.qmax)
-        return gs_scaling(self.scale.abs(), ratio), zero_point + (inside - zero_point.detach())
+        inside = self.zero_point.detach().clamp(self.spec.qmin, self.spec.qmax)
+        return self.scale.abs(), self.zero_point + (inside - self.zero_point.detach())
+
+    def grad_scale(self, x: Tensor) -> float:
+        return lsq_grad_scale(x, self.scale, self.spec)
 
 
 Quantizer = LSQPlusQuantizer
