@@ -67,11 +67,12 @@ def name_of(page: Path) -> str:
 @pytest.fixture
 def own_registries() -> Iterator[None]:
     """Only what the package registers; what a page adds is gone afterwards."""
+    from sparsebit.export.backends import BACKENDS
     from sparsebit.quantization.modules import QMODULE_MAP
     from sparsebit.quantization.observers import OBSERVERS_MAP
     from sparsebit.quantization.quantizers import QUANTIZERS_MAP
 
-    registries = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP)
+    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS)
     saved = [dict(registry._items) for registry in registries]
     for registry in registries:
         foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]

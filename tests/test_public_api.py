@@ -296,12 +296,9 @@ def test_enums():
     assert get_qscheme("per-channel-symmetric") == torch.per_channel_symmetric
 
 
-def test_what_is_not_there_yet_says_so(config):
-    from sparsebit.quantization import QuantModel
+def test_what_is_not_there_yet_says_so():
     from sparsebit.sparse import SparseModel, parse_sconfig
 
-    with pytest.raises(NotReadyError, match="adaround"):
-        QuantModel(small_net(), config.override("W.QUANTIZER.TYPE", "adaround"))
     with pytest.raises(NotReadyError, match="not part of this release"):
         SparseModel(
             small_net(), parse_sconfig({"SPARSER": {"TYPE": "structed", "STRATEGY": "l1norm", "RATIO": 0.5}})

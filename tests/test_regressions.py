@@ -1,7 +1,7 @@
 """One test per defect of the original that post-training quantization must not bring back (SPARSEBIT.md part 2).
 
-Others stand beside the code they belong to: D2, D6, D9, D23, D37 with the observers; D11, D28, D38 with the config;
-D22, D35, D41 with the graph.
+Others stand beside the code they belong to: D1 with batch-norm tuning; D2, D6, D9, D23, D37 with the observers; D4, D5,
+D25, D26, D27 with the export; D11, D28, D38 with the config; D22, D35, D41 with the graph.
 """
 
 from __future__ import annotations
@@ -262,3 +262,35 @@ def test_D34_inputs_inside_a_list_and_by_keyword_are_calibrated(asym):
         qmodel.model.fc.input_quantizer.scale * 255, (both.max() - both.min()).reshape(1), rtol=0.02, atol=0
     )
     assert sqnr(net(**batch), qmodel(**batch)) > 25
+
+
+@pytest.mark.parametrize(
+    "w, a", [("lsq", "lsq"), ("lsq+", "lsq+"), ("dorefa", "pact"), ("uniform", "uniform")]
+)
+def test_D24_training_works_on_the_cpu(w, a):
+    """The original had no backward pass there: every gradient is there, and three steps bring the loss down."""
+    types = ("W.QUANTIZER.TYPE", w, "A.QUANTIZER.TYPE", a, "W.QUANTIZER.BIT", 4, "A.QUANTIZER.BIT", 4)
+    qmodel = QuantModel(small_net(), config(*types)).calibrate(images())
+    qmodel.init_QAT()
+    qmodel.train()
+    assert {p.device.type for p in qmodel.parameters()} == {"cpu"}
+    optimizer = torch.optim.SGD(qmodel.qat_parameter_groups(0.1), momentum=0.9)
+    x, losses = images()[0], []
+    for _ in range(4):
+        loss = qmodel(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    missing = [name for name, p in qmodel.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing and losses[-1] < losses[0]
+
+
+def test_D27_lsq_plus_takes_every_scheme_and_keeps_its_parameters():
+    """The original could assign no learned zero point: a calibration replaced a Parameter by a tensor."""
+    for scheme in (f"per-{per}-{kind}" for per in ("tensor", "channel") for kind in ("affine", "symmetric")):
+        types = [v for x in "WA" for v in (f"{x}.QUANTIZER.TYPE", "lsq+", f"{x}.QSCHEME", scheme)]
+        qmodel = QuantModel(small_net(), config(*types)).calibrate(images())
+        quantizer = qmodel.calibrate(images()).model.conv1.weight_quantizer
+        assert isinstance(quantizer.scale, nn.Parameter)
+        assert isinstance(quantizer.zero_point, nn.Parameter) == scheme.endswith("affine")

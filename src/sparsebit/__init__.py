@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
-__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "quantize", "verify"]
+__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "qat", "quantize", "verify"]
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
-    from sparsebit.quantization import QuantModel
+    from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.quant_config import QuantConfig
     from sparsebit.quantization.tools.preflight import Preflight
 
@@ -61,4 +61,8 @@ def __getattr__(name: str) -> Any:
         from sparsebit.quantization.quant_config import QuantConfig
 
         return QuantConfig
+    if name == "qat":
+        from sparsebit.quantization import qat
+
+        return qat
     raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from models import images, small_net
 from sparsebit.errors import ExportError
 from sparsebit.export.backends import BACKENDS
 from sparsebit.export.marks import Mark, emit
+from sparsebit.export.openvino_runtime import OpenvinoSession
 from sparsebit.export.types import container, container_bits
 from sparsebit.numeric import QParams, QuantSpec
 
@@ -171,6 +175,47 @@ def test_openvino_runs_the_file_as_second_runtime(tmp_path, monkeypatch):
     qmodel = sparsebit.quantize(small_net(), images())
     report = qmodel.export_onnx(images()[0], str(tmp_path / "m.onnx"), backend="openvino", batches=images())
     assert report.others["openvino"].labels == 20 and report.others["openvino"].noise_db < -30
+
+
+class FakeOpenvino(ModuleType):
+    """openvino's API as far as it is used, computing with onnxruntime: ports know their names, results their ports."""
+
+    class Port:
+        def __init__(self, name: str):
+            self.any_name = name
+
+    class Compiled:
+        def __init__(self, path: str):
+            import onnxruntime
+
+            self.session = onnxruntime.InferenceSession(path)
+            self.inputs = [FakeOpenvino.Port(i.name) for i in self.session.get_inputs()]
+            self.outputs = [FakeOpenvino.Port(o.name) for o in self.session.get_outputs()]
+
+        def __call__(self, given: dict) -> dict:
+            return dict(zip(self.outputs, self.session.run(None, given)))
+
+    class Core:
+        def compile_model(self, path: str, device: str, options: dict) -> object:
+            assert device == "CPU" and options == {"INFERENCE_PRECISION_HINT": "f32"}
+            if not path.endswith(".onnx"):
+                raise RuntimeError("cannot read that")
+            return FakeOpenvino.Compiled(path)
+
+
+def test_the_code_for_openvino_runs(tmp_path, monkeypatch):
+    """Where openvino itself is not installed: another runtime in its place."""
+    fake = FakeOpenvino("openvino")
+    fake.__spec__ = ModuleSpec("openvino", None)
+    monkeypatch.setitem(sys.modules, "openvino", fake)
+    export_once(monkeypatch, "net")
+    qmodel = sparsebit.quantize(small_net(), images())
+    report = qmodel.export_onnx(images()[0], str(tmp_path / "m.onnx"), backend="openvino", batches=images())
+    other = report.others["openvino"]
+    assert other.labels == 20 and other.noise_db == report.certificate.runtime.noise_db < -30
+    assert "in openvino" in str(report) and not any("not installed" in note for note in report.notes)
+    with pytest.raises(ExportError, match="OpenVINO does not load the file: cannot read that"):
+        OpenvinoSession(tmp_path / "m.txt")
 
 
 def test_openvino_is_optional(tmp_path, monkeypatch):

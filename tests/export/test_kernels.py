@@ -60,6 +60,8 @@ def test_ops_that_have_integer_kernels(tmp_path):
         shuffle=nn.Sequential(nn.PixelShuffle(2), nn.PixelUnshuffle(2)),
         cat=Cat(),
         softmax=nn.Softmax(1),
+        leaky=nn.LeakyReLU(0.1),
+        sigmoid=nn.Sigmoid(),
     )
     _, report = certified(net, [torch.randn(2, 3, 8, 8) * 3 for _ in range(3)], tmp_path)
     found = Counter(report.integer)
@@ -67,6 +69,7 @@ def test_ops_that_have_integer_kernels(tmp_path):
     assert found["QLinearConv"] == last + 2 and report.floating.get("Conv", 0) == last
     assert found["QLinearAveragePool"] + found["QLinearGlobalAveragePool"] == 2
     assert found["MaxPool"] == found["Resize"] == found["QLinearSoftmax"] == 1
+    assert found["QLinearLeakyRelu"] == found["QLinearSigmoid"] == 1
     assert found["QLinearConcat"] + found["Concat"] == 1
     assert set(report.floating) <= {"Conv", "FusedConv"}
     assert all("is an output of the model" in why for why in report.why_float.values())
@@ -74,9 +77,6 @@ def test_ops_that_have_integer_kernels(tmp_path):
 
 def test_ops_without_integer_kernels_are_right_and_named(tmp_path):
     net = Between(
-        leaky=nn.LeakyReLU(0.1),
-        sigmoid=nn.Sigmoid(),
-        hardswish=nn.Hardswish(),
         bilinear=nn.Upsample(scale_factor=2, mode="bilinear"),
         transposed=nn.ConvTranspose2d(4, 4, 2, stride=2),
         norm=nn.GroupNorm(2, 4),
@@ -87,6 +87,51 @@ def test_ops_without_integer_kernels_are_right_and_named(tmp_path):
         report.why_float["ops.transposed (ConvTranspose)"]
         == "onnxruntime has no integer kernel for ConvTranspose"
     )
+
+
+SMOOTH = {  # module, its op in the file, its name in the reason
+    "hardswish": (nn.Hardswish(), "HardSwish", "HardSwish"),
+    "hardsigmoid": (nn.Hardsigmoid(), "HardSigmoid", "HardSigmoid"),
+    "tanh": (nn.Tanh(), "Tanh", "Tanh"),
+    "silu": (nn.SiLU(), "Sigmoid", "SiLU"),
+    "gelu": (nn.GELU(), "Erf", "GELU"),
+}
+
+
+def test_a_convolution_in_front_of_a_float_activation_is_integer(tmp_path):
+    """onnxruntime has no integer kernel for these: they are computed in float, as few kernels, and said to be."""
+    net = Between(**{name: module for name, (module, _, _) in SMOOTH.items()})
+    _, report = certified(net, [torch.randn(2, 3, 8, 8) * 2 for _ in range(3)], tmp_path)
+    assert report.integer["QLinearConv"] == len(SMOOTH)
+    kernels = {"HardSigmoid": 2, "Mul": 1, "Tanh": 1, "QuickGelu": 1, "Gelu": 1}  # HardSwish is two of them
+    assert report.floating == kernels | {"Conv": len(SMOOTH)}  # the last of each: their output is the model's
+    for name, (_, op, reason) in SMOOTH.items():
+        assert report.why_float[f"ops.{name} ({op})"] == f"onnxruntime has no integer kernel for {reason}"
+
+
+KEPT = [  # backend, weight bits, activation bits -> does LeakyReLU behind a convolution keep its quantizer?
+    ("onnxruntime", 8, 8, True),
+    ("onnxruntime", 5, 8, True),
+    ("onnxruntime", 4, 8, False),  # 4-bit weights run in float: rounding the output would only cost accuracy
+    ("onnxruntime", 8, 4, False),  # so would a 4-bit grid in front of every activation
+    ("virtual", 8, 8, False),
+    ("openvino", 8, 8, False),
+]
+
+
+@pytest.mark.parametrize("backend, w, a, kept", KEPT)
+def test_where_an_activation_keeps_its_quantizer(backend, w, a, kept):
+    config = QuantConfig.load("w8a8").override(
+        *("BACKEND", backend, "W.QUANTIZER.BIT", w, "A.QUANTIZER.BIT", a)
+    )
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 4, 1), nn.LeakyReLU(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Flatten()),
+        *(nn.Linear(16, 4), nn.LeakyReLU(), nn.Linear(4, 4)),
+    )
+    model = sparsebit.QuantModel(net, config).model
+    assert model._1.input_quantizer.absorbed is not kept
+    assert model._3.input_quantizer.absorbed  # a clip is part of the convolution
+    assert model._6.input_quantizer.absorbed  # a Linear is integer with float output, too
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from sparsebit.graph import run_passes
+from sparsebit.graph.ops import writes_input
 from sparsebit.graph.simplify import SIMPLIFIERS
 
 
@@ -130,3 +131,30 @@ def test_unbind_into_many_parts_is_linear_work():
 
     _, calls = simplified(Steps(), torch.randn(500, 2))
     assert calls.count("select") == 500 and "unbind" not in calls
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: torch.relu_(m.fc(x)),
+        lambda m, x: F.elu_(m.fc(x), 0.5),
+        lambda m, x: F.relu(input=m.fc(x), inplace=True),
+        lambda m, x: m.act(input=m.fc(x)),
+        lambda m, x: torch.clamp_(input=m.fc(x), min=0.1),
+        lambda m, x: (y := m.fc(x), torch.relu_(y), y * 2)[
+            -1
+        ],  # whoever reads y later reads what was written
+    ],
+)
+def test_in_place_calls_become_plain_ones(forward):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.act = nn.Linear(4, 4), nn.ReLU(inplace=True)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    gm, _ = simplified(Net(), torch.randn(3, 4))
+    assert not any(writes_input(node, gm) for node in gm.graph.nodes)

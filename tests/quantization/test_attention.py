@@ -472,15 +472,13 @@ def test_names_of_the_quantizers():
     assert {f"attn_{name}.weight_quantizer" for name in inside if "proj" in name} <= names
 
 
-def test_residual_additions_follow_the_config():
+def test_residual_additions_stay_float():
+    """A norm reads every sum of these layers."""
     net, x = nn.Sequential(encoder(batch_first=True).layers[0]).eval(), layer_inputs(True)
-    for enabled in (False, True):
-        config = CFG | {"A": CFG["A"] | {"QADD": {"ENABLE_QUANT": enabled}}}
-        qmodel = calibrated(net, x, config)
-        adds = [name for name, _ in qmodel.named_quantizers() if "add" in name]
-        assert len(adds) == (4 if enabled else 0)
-        with torch.no_grad():
-            assert 20 < sqnr(net(x), qmodel(x)) < 60
+    qmodel = calibrated(net, x, CFG | {"A": CFG["A"] | {"QADD": {"ENABLE_QUANT": True}}})
+    assert not [name for name, _ in qmodel.named_quantizers() if "add" in name]
+    with torch.no_grad():
+        assert 20 < sqnr(net(x), qmodel(x)) < 60
 
 
 def test_state_dict_and_deepcopy(tmp_path):

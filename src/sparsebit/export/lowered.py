@@ -71,7 +71,9 @@ class Lowered:
         known = json.loads(model.metadata_props["sparsebit.lowered"])
         sites = []
         for entry in known:
-            name, after, before, hoisted, clip, transposed = list(entry) + list(_default(entry[0])[len(entry) :])
+            name, after, before, hoisted, clip, transposed = list(entry) + list(
+                _default(entry[0])[len(entry) :]
+            )
             sites.append(Site(name, after, before, hoisted, (clip[0], clip[1]), transposed))
         bias = {}
         for node in model.graph:

@@ -177,10 +177,7 @@ def keep_apart(model: ir.Model) -> int:
         elif node.op_type == "QuantizeLinear" and "axis" in node.attributes:
             node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))
             changed += 1
-        elif node.op_type == "DequantizeLinear" and "axis" in node.attributes and _is_activation(node):
-            _behind(node)
-            changed += 1
-        elif node.op_type == "DequantizeLinear" and _is_activation(node) and _in_front_of_gate(node):
+        elif _is_activation(node) and ("axis" in node.attributes or _in_front_of_gate(node)):
             _behind(node)
             changed += 1
     return changed
@@ -197,7 +194,8 @@ def _in_front_of_gate(node: ir.Node) -> bool:
 
 
 def _is_activation(node: ir.Node) -> bool:
-    return node.metadata_props.get("sparsebit.kind") == "activation"
+    kind = node.metadata_props.get("sparsebit.kind")
+    return node.op_type == "DequantizeLinear" and kind == "activation"
 
 
 def _behind(node: ir.Node) -> None:

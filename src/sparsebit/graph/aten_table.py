@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from sparsebit.graph.grouped import grouped_mm
+
 
 class Call(NamedTuple):
     """A call in the graph; with `item`, its result is the one entry of the op's tuple that is in use."""
@@ -39,7 +41,7 @@ _DROPPED = {
 def translate(node: fx.Node) -> Call | None:
     """What to call instead of the aten op of `node`; None if nothing does the same."""
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, torch._ops.OpOverload):
         return None
     name = op._schema.name.removeprefix("aten::")
     values = dict(zip((a.name for a in op._schema.arguments), node.args))
@@ -48,6 +50,8 @@ def translate(node: fx.Node) -> Call | None:
         call = ROWS[name](values)
         if call is not None:
             return call
+    if op.namespace != "aten":
+        return None
     if name.endswith("_") and not name.endswith("__"):
         return _in_place(name, node, values)
     return _by_name(name, node, values)
@@ -290,6 +294,7 @@ ROWS: dict[str, Callable[[Values], Call | None]] = {
     "embedding": _embedding,
     "embedding_bag": _embedding_bag,
     "convolution": _convolution,
+    "transformers::grouped_mm_fallback": _function(grouped_mm),
     "native_layer_norm": _native_layer_norm,
     "native_group_norm": _native_group_norm,
     "_native_batch_norm_legit_no_training": _native_batch_norm,

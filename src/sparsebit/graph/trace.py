@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
+from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
@@ -132,7 +134,7 @@ def _same(a: list[Any], b: list[Any]) -> bool:
             return type(x) is type(y)
         if x.shape != y.shape or x.dtype != y.dtype:
             return False
-        scale = float(y.abs().max()) if y.is_floating_point() and y.numel() else 0.0
+        scale = float(y.nan_to_num(0, 0, 0).abs().max()) if y.is_floating_point() and y.numel() else 0.0
         return torch.allclose(x, y, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
 
     return len(a) == len(b) and all(map(close, a, b))
@@ -150,17 +152,24 @@ def _eval(model: nn.Module) -> Iterator[None]:
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy of everything the model holds."""
+    """A copy of everything the model holds, with plain weights where a hook computes them before each call."""
     # what a forward left in the model (`self.features = x`) is part of an autograd graph: copy its value only
     left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
-        return copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
+        copied = copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Sparsebit works on a "
             f"copy so that your model stays as it is; detach non-leaf tensors stored in the model, or give the "
             f"classes that refuse a __deepcopy__"
         ) from error
+    for module in copied.modules():
+        for hook in list(module._forward_pre_hooks.values()):
+            if isinstance(hook, WeightNorm):
+                remove_weight_norm(module, hook.name)
+            elif isinstance(hook, SpectralNorm):
+                remove_spectral_norm(module, hook.name)
+    return copied
 
 
 def _path_of(node: fx.Node, gm: fx.GraphModule) -> str:

@@ -15,6 +15,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.islands import Island
 from sparsebit.graph.passes import GraphPass, run_passes
+from sparsebit.quantization import qat
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
 from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
@@ -22,7 +23,9 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
 from sparsebit.quantization.tools.calibration import CalibrationRunner
+from sparsebit.quantization.tools.reconstruction import needs_reconstruction, reconstruct, reconstruct_model
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
@@ -67,7 +70,7 @@ class QuantModel(nn.Module):
         self.float_ops = context.float_ops
         self.training = self.model.training
         self._runner: CalibrationRunner | None = None
-        self.enable_qat = False
+        self.enable_qat = self.norms_frozen = False
         if not any(True for _ in self.named_quantizers()):
             log.warning("no op of %s has a quantizer: nothing will be quantized", self.model._get_name())
         if self.float_ops:
@@ -79,12 +82,8 @@ class QuantModel(nn.Module):
             refuse_other_inputs(self.model, args, kwargs)
         if self._runner is not None:
             self._runner.record(args, kwargs)
-        if self.model._code is not self._code or any(
-            self.model._modules.get(n) is not m for n, m in self._makers
-        ):
-            reuse_memory(
-                self.model
-            )  # somebody changed the graph or its modules: look again at who reads what
+        if not torch.compiler.is_compiling() and self._graph_changed():
+            reuse_memory(self.model)  # look again at who reads what
             self._watch_graph()
         running = self.model.meta["running"]
         running.add("forward")
@@ -92,6 +91,11 @@ class QuantModel(nn.Module):
             return self.model(*args, **kwargs)
         finally:
             running.clear()
+
+    def _graph_changed(self) -> bool:
+        """Did somebody change the graph or its modules?"""
+        modules = self.model._modules
+        return self.model._code is not self._code or any(modules.get(n) is not m for n, m in self._makers)
 
     def _watch_graph(self) -> None:
         self._code, self._makers = self.model._code, makers_of(self.model)
@@ -105,7 +109,8 @@ class QuantModel(nn.Module):
         self._stop_calibration()
         self.set_quant(False, False)
         self.eval()
-        self._runner = CalibrationRunner(self.model, keep_inputs=asym)
+        mirror_negative_norms(self.model)
+        self._runner = CalibrationRunner(self.model, keep_inputs=asym or needs_reconstruction(self.model))
         self._runner.prepare_calibration()
 
     def calc_qparams(
@@ -115,7 +120,8 @@ class QuantModel(nn.Module):
 
         `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
         what of them is quantized (both, if neither is named). All batches walk the graph together then;
-        `offload` says where their values wait: "device", "cpu" or "disk".
+        `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
+        reconstructed next.
         """
         if self._runner is None:
             raise CalibrationError(
@@ -123,6 +129,9 @@ class QuantModel(nn.Module):
                 "batches, then calc_qparams() once"
             )
         self._runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
+        if needs_reconstruction(self.model):
+            w, a = w_quant or not a_quant, a_quant or not w_quant
+            reconstruct(self.model, self._runner.inputs(), w_quant=w, a_quant=a, offload=offload)
         self._stop_calibration()
 
     def _stop_calibration(self) -> None:
@@ -144,6 +153,26 @@ class QuantModel(nn.Module):
             self._stop_calibration()
         return self
 
+    def reconstruct(
+        self,
+        batches: Iterable[Any],
+        *,
+        asym: bool = True,
+        checkpoint: str | Path | None = None,
+        progress: bool | None = None,
+        offload: str = "device",
+    ) -> dict[str, tuple[float, float]]:
+        """Learn the rounding of the adaround weights, block by block; calibrates first where nobody has.
+
+        asym        blocks see the outputs of the quantized ones before them, and make up for their errors.
+        checkpoint  a folder: an interrupted run goes on behind the last block that was finished.
+        offload     where values wait: "device", "cpu" or "disk".
+        Returns the squared error of each block before and after, as a share of its squared output.
+        """
+        return reconstruct_model(
+            self, batches, asym=asym, checkpoint=checkpoint, progress=progress, offload=offload
+        )
+
     # -- quantization --------------------------------------------------------------------------------
     def set_quant(self, w_quant: bool = False, a_quant: bool = False) -> None:
         """Switch the quantization of weights and activations on or off."""
@@ -151,11 +180,20 @@ class QuantModel(nn.Module):
             if isinstance(module, QuantOpr):
                 module.set_quant(w_quant, a_quant)
 
+    # -- training ------------------------------------------------------------------------------------
     def init_QAT(self) -> None:
         """Calibrated scales and quantization on: the start of quantization-aware training."""
-        self.calc_qparams()
-        self.set_quant(w_quant=True, a_quant=True)
-        self.enable_qat = True
+        qat.init_QAT(self)
+
+    qat_parameter_groups = qat.parameter_groups
+    freeze_batchnorm = qat.freeze_batchnorm
+    fold_batchnorm = qat.fold_batchnorm
+
+    def train(self, mode: bool = True) -> QuantModel:
+        super().train(mode)
+        for norm in qat.batch_norms(self) if self.norms_frozen else ():
+            norm.eval()
+        return self
 
     def named_quantizers(self) -> Iterator[tuple[str, Quantizer]]:
         """Every quantizer that is in use, by name."""

@@ -25,8 +25,8 @@ class OnnxruntimeBackend(Backend):
 
     def lower(self, model: Any, marks: Marks) -> Any:
         from sparsebit.export import rewrites
-        from sparsebit.export.blocks import packed_products
         from sparsebit.export.bias import integer_bias
+        from sparsebit.export.blocks import packed_products
         from sparsebit.export.clips import absorb_clips
         from sparsebit.export.qdq import lower_marks
 

@@ -67,7 +67,7 @@ def _convertible(
     """The writers whose input is memory of its own that nobody has an alias of."""
     done: set[fx.Node] = set()
     for node in writers:
-        source = node.args[0] if node.args else None
+        source = _written(node)
         if not isinstance(source, fx.Node) or (node.op == "call_module" and module_of(node, gm) in keep):
             continue
         earlier = [user for user in source.users if order[user] < order[node]]
@@ -84,6 +84,11 @@ def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
     return op in FRESH and not writes_input(node, gm)
 
 
+def _written(node: fx.Node) -> Any:
+    """What the op writes into: its first argument, or the one named `input`."""
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
 def _plain_form(node: fx.Node) -> Any:
     """How the op is called when it makes a new tensor; None if there is no such form."""
     if node.op == "call_module":
@@ -93,7 +98,12 @@ def _plain_form(node: fx.Node) -> Any:
         return plain if hasattr(torch.Tensor, plain) else None
     if node.target in INPLACE_OPERATORS:
         return INPLACE_OPERATORS[node.target]
-    return "inplace" if node.kwargs.get("inplace") is True else None
+    if node.kwargs.get("inplace") is True:
+        return "inplace"
+    name = getattr(node.target, "__name__", "")
+    spaces = (torch, F) if name.endswith("_") else ()  # torch.relu_, F.elu_
+    own = next((space for space in spaces if getattr(space, name, None) is node.target), None)
+    return getattr(own, name.removesuffix("_"), None)
 
 
 def _make_functional(node: fx.Node, gm: fx.GraphModule, order: dict[fx.Node, int]) -> None:
@@ -104,7 +114,7 @@ def _make_functional(node: fx.Node, gm: fx.GraphModule, order: dict[fx.Node, int
         node.kwargs = {**node.kwargs, "inplace": False}
     else:
         node.target = plain
-    source = node.args[0]
+    source = _written(node)
     assert isinstance(source, fx.Node)
     for user in list(source.users):
         if order[user] > order[node]:

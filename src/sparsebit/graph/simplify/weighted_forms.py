@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.grouped import Experts, grouped_mm
 from sparsebit.graph.ops import op_of
 
 Made = tuple[type[nn.Module], dict[str, Any]]  # a class and its options
@@ -178,6 +179,20 @@ def _bilinear(v: dict[str, Any], rank: int | None) -> Made:
     return nn.Bilinear, {"out_features": out_features, **options}
 
 
+def _experts(v: dict[str, Any], rank: int | None) -> Made:
+    weight = v["weight"]
+    if weight.dim() != 3 or rank not in (None, 2) or v.get("offs") is None:
+        raise NotAModule
+    if v.get("bias") is not None or v.get("out_dtype") is not None:
+        raise NotAModule
+    experts, in_features, out_features = weight.shape
+    return Experts, {
+        "experts": experts,
+        "in_features": in_features,
+        "out_features": out_features,
+    }
+
+
 _WB, _STATS = ("weight", "bias"), ("running_mean", "running_var")
 _CONV = ("input", *_WB, "stride", "padding", "dilation", "groups")
 _CONV_T = ("input", *_WB, "stride", "padding", "output_padding", "groups", "dilation")
@@ -196,6 +211,14 @@ _ADDMM = Matmul(
     _linear,
     spelled=(("input", "bias"), ("mat1", "input"), ("mat2", "weight")),
 )
+_GROUPED = Form(
+    ("input", "weight", "offs", "bias", "out_dtype"),
+    ("weight",),
+    _experts,
+    inputs=("input", "offs"),
+    spelled=(("mat_a", "input"), ("mat_b", "weight"), ("mat2", "weight")),
+)
+_GROUPED_MM = [getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)]  # not in every torch
 
 # F.xxx, and where torch.xxx is another function, its order of arguments
 FORMS: dict[Any, Form] = {
@@ -230,4 +253,5 @@ FORMS: dict[Any, Form] = {
     F.bilinear: Form(("input1", "input2", *_WB), _WB, _bilinear, inputs=("input1", "input2")),
     **dict.fromkeys((operator.matmul, torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm), _MATMUL),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _ADDMM),
+    **dict.fromkeys((grouped_mm, *filter(None, _GROUPED_MM)), _GROUPED),
 }

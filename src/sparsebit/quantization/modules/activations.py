@@ -44,7 +44,8 @@ class _Clip6(QuantOpr):
 
 class _Softmax(QuantOpr):
     """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid: what lies `SPAN` below the
-    largest value of its row has no probability (exp(-16) is 1e-7), and saturates."""
+    largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether has
+    equal values, which any grid keeps equal."""
 
     SPAN = 16.0
 
@@ -55,7 +56,9 @@ class _Softmax(QuantOpr):
             return super().quantize_first(args, kwargs)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else getattr(self.op, "dim", None))
         if isinstance(dim, int):
-            self.quantized_input(x.maximum(x.amax(dim, keepdim=True) - self.SPAN))
+            top = x.amax(dim, keepdim=True)
+            top = torch.where(x.amin(dim, keepdim=True) == top, x.amax(), top)
+            self.quantized_input(x.maximum(top - self.SPAN))
         else:  # the old default, or Softmax2d
             self.quantized_input(x)
         return args

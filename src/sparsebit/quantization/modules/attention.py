@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from sparsebit.errors import SparsebitError
 from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, register_qmodule
 from sparsebit.quantization.modules.linear import QLinear
-from sparsebit.quantization.modules.math import QAdd
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
 
@@ -182,17 +181,6 @@ class _AttentionFunction(MultipleInputsQuantOpr):
 AttentionFunction = define("AttentionFunction", _AttentionFunction, F.multi_head_attention_forward)
 
 
-class _Add(nn.Module):
-    """A residual addition; A.QADD.ENABLE_QUANT quantizes its inputs, as it does in a traced graph."""
-
-    def __init__(self, quantized: bool):
-        super().__init__()
-        self.inputs = nn.ModuleList(QIdentity() for _ in range(2 if quantized else 0))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.inputs[0](x) + self.inputs[1](y) if self.inputs else x + y
-
-
 class Composite(Opr):
     """A module of torch whose children are replaced. A subclass may override a block that forward calls, so its
     methods stay reachable."""
@@ -205,20 +193,14 @@ class Composite(Opr):
 
 
 class _Layer(Composite):
-    """An encoder or decoder layer: blocks, each with a residual addition and a norm before or after."""
+    """An encoder or decoder layer: blocks, each with a residual addition and a norm before or after. A norm reads
+    every sum in float, so the additions are float (see math.QAdd)."""
 
     norm_first: bool
-    blocks = 2
-
-    def __init__(self, org_module: Any = None, config: Any = None):
-        super().__init__(org_module, config)
-        quantized = config is not None and QAdd.wants_input_quant(config)
-        for i in range(self.blocks):
-            setattr(self, f"add{i + 1}", _Add(quantized).train(self.training))
 
     def _residual(self, i: int, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
-        norm, add = getattr(self, f"norm{i}"), getattr(self, f"add{i}")
-        out: Tensor = add(x, block(norm(x))) if self.norm_first else norm(add(x, block(x)))
+        norm = getattr(self, f"norm{i}")
+        out: Tensor = x + block(norm(x)) if self.norm_first else norm(x + block(x))
         return out
 
 
@@ -239,8 +221,6 @@ class QTransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
 @register_qmodule(sources=[nn.TransformerDecoderLayer])
 class QTransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
-    blocks = 3
-
     def forward(
         self,
         tgt: Tensor,

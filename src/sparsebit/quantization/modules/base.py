@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.tracer import forward_owner
-from sparsebit.quantization.common import get_backend
-from sparsebit.quantization.quantizers import Quantizer, build_quantizer
+from sparsebit.quantization.common import Backend, get_backend
+from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer
 from sparsebit.quantization.quantizers.base import Reuse
 from sparsebit.registry import Registry
 
@@ -148,11 +148,31 @@ class QuantOpr(Opr):
 
     @property
     def current_bias(self) -> Tensor | None:
-        """The bias, corrected for the error of the rounded weight while that is in use."""
-        quantizer = self.weight_quantizer
-        if self.bias_correction is None or quantizer is None or not quantizer.is_enable:
-            return self.bias
-        return self.bias_correction if self.bias is None else self.bias + self.bias_correction
+        """The bias, corrected for the error of the rounded weight, and rounded where the runtime rounds it."""
+        quantizer, bias = self.weight_quantizer, self.bias
+        if quantizer is None or not quantizer.is_enable:
+            return bias
+        if self.bias_correction is not None:
+            bias = self.bias_correction if bias is None else bias + self.bias_correction
+        return bias if bias is None else self._as_added(bias)
+
+    def _as_added(self, bias: Tensor) -> Tensor:
+        """Integer kernels add the bias as int32, on the grid of input times weight."""
+        x, w = self.input_quantizer, self.weight_quantizer
+        if w is None or x is None or not x.is_enable or x.unused or not integer_kernel(x, w):
+            return bias
+        if bias.dtype != torch.float32:
+            return bias
+        step = x.current_qparams().scale * w.current_qparams().scale
+        if len(step) > 1 and len(bias) != len(
+            step
+        ):  # the groups of a transposed convolution share their scales
+            step = step.repeat(len(bias) // len(step))
+        codes = (bias.detach().double() / step).round()
+        rounded = torch.where(
+            codes.abs() < 2**31, codes.float() * step, bias.detach()
+        )  # or int32 cannot hold it
+        return rounded + (bias - bias.detach()) if bias.requires_grad else rounded  # the gradient passes
 
     def drop_correction(self) -> None:
         """The correction was for another grid of the weight."""
@@ -178,6 +198,13 @@ class QuantOpr(Opr):
         for quantizer, on in ((self.weight_quantizer, w_quant), (self.input_quantizer, a_quant)):
             if quantizer is not None:
                 quantizer.enable_quant() if on else quantizer.disable_quant()
+
+
+def integer_kernel(x: Quantizer, w: Quantizer) -> bool:
+    """Does the runtime multiply such an input and such a weight in integers? Only onnxruntime is known to."""
+    exact = (x.mode, w.mode) == (Mode.QUANT, Mode.QUANT) and w.backend is Backend.ONNXRUNTIME
+    bits = 2 <= x.bit <= 8 and 5 <= w.bit <= 8  # how activations and weights are stored in 8 bits
+    return exact and bits and x.scale.numel() == 1 and w.spec.group is None
 
 
 class MultipleInputsQuantOpr(Opr):

@@ -32,8 +32,8 @@ class QLinear(QuantOpr, nn.Linear):
             return None
         if inputs % asked:
             raise ConfigError(
-                f"W.GROUP: {inputs} inputs cannot be split into groups of {asked}; choose a divisor, or GROUP: null for "
-                f"this layer by W.SPECIFIC"
+                f"W.GROUP: {inputs} inputs cannot be split into groups of {asked}; choose a divisor, or GROUP: null "
+                f"for this layer by W.SPECIFIC"
             )
         return asked
 

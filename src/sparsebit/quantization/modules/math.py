@@ -7,34 +7,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparsebit.quantization.modules.activations import QSoftmax
+from sparsebit.quantization.modules.activations import QReLU, QReLU6, QSoftmax
 from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, register_qmodule, spelled
-from sparsebit.quantization.modules.shape import Reshape
-from sparsebit.quantization.modules.unary import Cast
-
-
-@register_qmodule(sources=spelled("add"))
-class QAdd(MultipleInputsQuantOpr):
-    @classmethod
-    def wants_input_quant(cls, config: Any) -> bool:
-        return bool(config.a.qadd.enable_quant)
-
-    def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
-        """A mask added to the logits of a softmax must not meet a grid: the softmax quantizes the sum."""
-        return 0 if feeds_softmax(node, model) else super().prepare_input_quantizer(node, model)
-
-
-def feeds_softmax(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
-    """Is the value used by softmaxes only, behind nothing but sums, casts and views?"""
-    if not node.users or not depth:
-        return False
-    for user in node.users:
-        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
-        between = isinstance(module, (QAdd, Cast, Reshape)) and feeds_softmax(user, gm, depth - 1)
-        if not between and not isinstance(module, QSoftmax):
-            return False
-    return True
-
+from sparsebit.quantization.modules.conv import (
+    QConv1d,
+    QConv2d,
+    QConv3d,
+    QConvTranspose1d,
+    QConvTranspose2d,
+    QConvTranspose3d,
+)
+from sparsebit.quantization.modules.normalization import (
+    QBatchNorm1d,
+    QBatchNorm2d,
+    QBatchNorm3d,
+    QGroupNorm,
+    QInstanceNorm,
+    QLayerNorm,
+    QRMSNorm,
+)
+from sparsebit.quantization.modules.python_builtins import QGetItem
+from sparsebit.quantization.modules.shape import Expand, Flatten, Permute, Reshape, Squeeze, Transpose
+from sparsebit.quantization.modules.unary import Cast, Clone, Contiguous, Dropout
 
 QSubtract = define("QSubtract", Opr, *spelled("sub subtract rsub"))
 QMul = define("QMul", Opr, *spelled("mul multiply"))
@@ -87,3 +81,71 @@ Distance = define(
     torch.nn.PairwiseDistance,
     *spelled("cosine_similarity pairwise_distance cdist pdist"),
 )
+
+FLOAT_READERS = (QLayerNorm, QRMSNorm, QGroupNorm, QInstanceNorm, QSubtract, QMul, QDivide, QPow, Reduce)
+MOVES = (Flatten, Reshape, Transpose, Permute, Squeeze, Expand, QGetItem, Cast, Clone, Contiguous, Dropout)
+CONVS = (QConv1d, QConv2d, QConv3d, QConvTranspose1d, QConvTranspose2d, QConvTranspose3d)
+WITH_CONV = (QBatchNorm1d, QBatchNorm2d, QBatchNorm3d, QReLU, QReLU6)
+
+
+@register_qmodule(sources=spelled("add"))
+class QAdd(MultipleInputsQuantOpr):
+    why_float = ""  # in the words of the pre-flight report
+
+    @classmethod
+    def wants_input_quant(cls, config: Any) -> bool:
+        return bool(config.a.qadd.enable_quant)
+
+    def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
+        """Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum that is added in float
+        anyway, because somebody reads it in float; but a convolution is integer only if its output is quantized.
+        """
+        if feeds_softmax(node, model):
+            self.why_float = "the softmax behind it quantizes the sum"
+        elif is_float_sum(node, model):
+            self.why_float = "its sum is read in float"
+        return 0 if self.why_float else super().prepare_input_quantizer(node, model)
+
+
+def feeds_softmax(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+    """Is the value used by softmaxes only, behind nothing but sums, casts and views?"""
+    if not node.users or not depth:
+        return False
+    for user in node.users:
+        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        between = isinstance(module, (QAdd, Cast, Reshape)) and feeds_softmax(user, gm, depth - 1)
+        if not between and not isinstance(module, QSoftmax):
+            return False
+    return True
+
+
+def is_float_sum(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+    """Is the sum read in float, and no convolution in front of it?"""
+    sources = node.all_input_nodes
+    return is_read_in_float(node, gm, depth) and not any(made_by_conv(x, gm) for x in sources)
+
+
+def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+    """Does a norm, also one that is written by hand, read the value, as it is or moved around?
+
+    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs
+    10 dB (class tokens), and no runtime adds in integers what it must hand on in float.
+    """
+    for user in node.users if depth else ():
+        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        if isinstance(module, FLOAT_READERS):
+            return True
+        if isinstance(module, MOVES) and is_read_in_float(user, gm, depth - 1):
+            return True
+        if isinstance(module, QAdd) and is_float_sum(user, gm, depth - 1):
+            return True
+    return False
+
+
+def made_by_conv(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+    """Is the value the output of a convolution, behind what is computed together with it, or moved around?"""
+    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if isinstance(module, CONVS):
+        return True
+    source = node.args[0] if node.args and isinstance(module, (*MOVES, *WITH_CONV)) else None
+    return depth > 0 and isinstance(source, fx.Node) and made_by_conv(source, gm, depth - 1)

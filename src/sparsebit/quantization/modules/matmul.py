@@ -6,9 +6,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, spelled
+from sparsebit.graph.grouped import Experts, grouped_mm
+from sparsebit.quantization.modules.base import (
+    MultipleInputsQuantOpr,
+    Opr,
+    QuantOpr,
+    define,
+    register_qmodule,
+    spelled,
+)
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Mode
 
@@ -25,6 +33,10 @@ class _AddMV(MultipleInputsQuantOpr):
     operands = ((1, "mat"), (2, "vec"))
 
 
+class _GroupedMM(MultipleInputsQuantOpr):
+    operands = ((0, "mat_a"), (1, "mat_b"))
+
+
 class _Attention(MultipleInputsQuantOpr):
     """softmax(q k' / sqrt(d) + mask) v. Quantized it is computed step by step: the probabilities are rounded too."""
 
@@ -36,7 +48,11 @@ class _Attention(MultipleInputsQuantOpr):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         quantizer = self.probs.input_quantizer
-        if quantizer is None or quantizer.absorbed or quantizer.mode is Mode.FLOAT:
+        if quantizer is None or quantizer.absorbed:
+            return self.op(*args, **kwargs)
+        if (
+            quantizer.mode is Mode.FLOAT and not quantizer._forward_hooks
+        ):  # a hook wants to see the probabilities
             return self.op(*args, **kwargs)
         return self.by_steps(*args, **kwargs)
 
@@ -67,6 +83,24 @@ class _Attention(MultipleInputsQuantOpr):
         return F.dropout(self.probs(probs), dropout_p) @ value
 
 
+@register_qmodule(sources=[Experts])
+class QExperts(QuantOpr):
+    """Experts: the weight is (experts * out, in), so that each row has a scale of its own."""
+
+    input_axis = -1
+
+    def adopt(self, module: nn.Module) -> None:
+        assert isinstance(module, Experts)
+        weight = module.weight
+        self.experts = weight.shape[0]
+        rows = weight.detach().transpose(1, 2).flatten(0, 1).contiguous()
+        self.weight = nn.Parameter(rows, weight.requires_grad)
+
+    def forward(self, input: Tensor, offs: Tensor) -> Tensor:
+        weight = self.quantized_weight().unflatten(0, (self.experts, -1)).transpose(1, 2)
+        return grouped_mm(self.quantized_input(input), weight, offs)
+
+
 MatMul = define(
     "MatMul", MultipleInputsQuantOpr, *spelled("matmul mm bmm mv dot vdot inner vecdot tensordot")
 )
@@ -74,6 +108,7 @@ Einsum = define("Einsum", MultipleInputsQuantOpr, *spelled("einsum chain_matmul 
 AddMM = define("AddMM", _AddMM, *spelled("addmm"))
 AddBMM = define("AddBMM", _AddBMM, *spelled("baddbmm addbmm"))
 AddMV = define("AddMV", _AddMV, *spelled("addmv"))
+GroupedMatMul = define("GroupedMatMul", _GroupedMM, grouped_mm, *spelled("grouped_mm _grouped_mm"))
 Attention = define("Attention", _Attention, *spelled("scaled_dot_product_attention"))
 
 LinAlg = define(

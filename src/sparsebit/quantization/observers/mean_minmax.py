@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsebit.config import Config
 from sparsebit.quantization.observers import register_observer
 from sparsebit.quantization.observers.base import ImageObserver
+from sparsebit.quantization.observers.ranks import RunningSum
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,9 +30,7 @@ class MeanMinMaxObserver(ImageObserver):
 
     def reset(self) -> None:
         super().reset()
-        self.groups = 0
-        self.low_sum: Tensor | None = None
-        self.high_sum: Tensor | None = None
+        self.low_sum, self.high_sum = RunningSum(), RunningSum()  # over groups of images
         self.low_floor: Tensor | None = None  # range of the batches that are smaller than a group
         self.high_floor: Tensor | None = None
 
@@ -44,12 +43,8 @@ class MeanMinMaxObserver(ImageObserver):
             groups = len(low) // per_group
             low = torch.stack([part.amin(0) for part in low.tensor_split(groups)])
             high = torch.stack([part.amax(0) for part in high.tensor_split(groups)])
-        self._add(low.sum(0), high.sum(0), len(low))
-
-    def _add(self, low: Tensor, high: Tensor, groups: int) -> None:
-        self.low_sum = low if self.low_sum is None else low + self.low_sum.to(low.device)
-        self.high_sum = high if self.high_sum is None else high + self.high_sum.to(high.device)
-        self.groups += groups
+        self.low_sum.add(low.sum(0), len(low))
+        self.high_sum.add(high.sum(0), len(high))
 
     def _widen(self, low: Tensor, high: Tensor) -> None:
         self.low_floor = low if self.low_floor is None else torch.minimum(low, self.low_floor.to(low.device))
@@ -59,8 +54,8 @@ class MeanMinMaxObserver(ImageObserver):
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()
-        if self.low_sum is not None and self.high_sum is not None:
-            low, high = (self.low_sum / self.groups).float(), (self.high_sum / self.groups).float()
+        if not self.low_sum.empty:
+            low, high = self.low_sum.mean().float(), self.high_sum.mean().float()
             if self.low_floor is not None and self.high_floor is not None:
                 low = torch.minimum(low, self.low_floor.float().to(low.device))
                 high = torch.maximum(high, self.high_floor.float().to(high.device))
@@ -68,8 +63,8 @@ class MeanMinMaxObserver(ImageObserver):
 
     def merge(self, other: Self) -> None:
         super().merge(other)
-        if other.low_sum is not None and other.high_sum is not None:
-            self._add(other.low_sum, other.high_sum, other.groups)
+        self.low_sum.merge(other.low_sum)
+        self.high_sum.merge(other.high_sum)
         if other.low_floor is not None and other.high_floor is not None:
             self._widen(other.low_floor, other.high_floor)
 

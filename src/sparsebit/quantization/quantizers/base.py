@@ -20,6 +20,8 @@ from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
 
+UNUSED = -1.0  # the scale of a quantizer that saw no data
+
 
 class Mode(Enum):
     FLOAT = "float"  # pass values through
@@ -146,7 +148,7 @@ class Quantizer(nn.Module):
     def set_unused(self) -> None:
         """No float data came by: stay out of the way. A negative scale carries that through a state_dict."""
         self.unused = True
-        self._set_qparams(-torch.ones(1), torch.zeros(1))
+        self._set_qparams(torch.full((1,), UNUSED), torch.zeros(1))
 
     @property
     def calibrated(self) -> bool:
@@ -261,10 +263,10 @@ class Quantizer(nn.Module):
             saved = state_dict[prefix + name] = saved.reshape(-1)
             if saved.shape != mine.shape:
                 mine.data = torch.empty_like(saved, device=mine.device)
-            if len(saved) == 1:
-                self.qdesc.is_perchannel = False  # folded (equalize), or a single channel: the same thing
+            if name == "scale" and bool((saved != 0).any()):  # folded: equalize per tensor, batch norms per channel
+                self.qdesc.is_perchannel = len(saved) > 1
         super()._load_from_state_dict(state_dict, prefix, *args)
-        self.unused = bool((self.scale < 0).all())
+        self.unused = bool((self.scale == UNUSED).all())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Quantizer:
         """Scales follow the model to another device, but stay float32 when it becomes half precision."""

@@ -1,6 +1,7 @@
 """LSQ+: scale and zero point are learned (Bhalgat et al., LSQ+, CVPR workshops 2020).
 
-Weights start at max|mean +- 3 std|, activations at the observer's range.
+Symmetric weights start at max|mean +- 3 std|, everything else at the observer's range. A symmetric grid has no zero
+point to learn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError
 from sparsebit.numeric import as_channels, in_groups
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
@@ -21,12 +21,6 @@ from sparsebit.quantization.quantizers.lsq import lsq_grad_scale
 @register_quantizer
 class LSQPlusQuantizer(BaseQuantizer):
     TYPE = "lsq+"
-
-    @classmethod
-    def check(cls, cfg: Any) -> None:
-        want = "per-channel-symmetric" if QuantTarget.WEIGHT in cfg.target else "per-tensor-affine"
-        if cfg.qscheme != want:
-            raise ConfigError(f"QSCHEME: lsq+ needs {want} here, got {cfg.qscheme}")
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -43,14 +37,16 @@ class LSQPlusQuantizer(BaseQuantizer):
 
     def update_observer(self, x: Tensor) -> None:
         super().update_observer(x)
-        if QuantTarget.WEIGHT in self.cfg.target:  # weights come whole, so this is exact
+        if (
+            QuantTarget.WEIGHT in self.cfg.target and self.is_symmetric
+        ):  # weights come whole, so this is exact
             rows = as_channels(in_groups(x.detach().float(), self.spec.group), self.spec.axis)
             mean, std = rows.mean(1), rows.std(1, correction=0)
             self._three_sigma = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
         super().calc_qparams()
-        if self._three_sigma is not None and not self.absorbed:
+        if self._three_sigma is not None and not self.absorbed and self.observer.TYPE == "minmax":
             scale = 2 * self._three_sigma / self.spec.levels
             self._set_qparams(torch.where(scale > 0, scale, torch.ones_like(scale)), torch.zeros_like(scale))
         return self.scale, self.zero_point
@@ -63,7 +59,7 @@ class LSQPlusQuantizer(BaseQuantizer):
         return self.scale.abs(), self.zero_point + (inside - self.zero_point.detach())
 
     def grad_scale(self, x: Tensor) -> float:
-        return lsq_grad_scale(x, self.scale, self.spec)
+        return lsq_grad_scale(x, self)
 
 
 Quantizer = LSQPlusQuantizer

@@ -1,4 +1,7 @@
-"""PACT: the clipping bound of activations is learned (Choi et al., PACT, 2018)."""
+"""PACT: the clipping bound of activations is learned (Choi et al., PACT, 2018).
+
+It starts at the range of calibration, at most at ALPHA_VALUE: from above all values no gradient would bring it down.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class PACTQuantizer(BaseQuantizer):
     TYPE = "pact"
 
     class Params(Config):
-        alpha_value: float = Field(10.0, gt=0, description="where the clipping bound starts")
+        alpha_value: float = Field(10.0, gt=0, description="where the clipping bound starts at most")
 
     @classmethod
     def check(cls, cfg: Any) -> None:
@@ -52,6 +55,15 @@ class PACTQuantizer(BaseQuantizer):
     def _range(self) -> tuple[Tensor, Tensor]:
         alpha = self.alpha.abs()
         return -alpha if self.is_symmetric or self._negative else torch.zeros_like(alpha), alpha
+
+    def calc_qparams(self) -> tuple[Tensor, Tensor]:
+        super().calc_qparams()
+        if not self.absorbed:
+            reach = torch.maximum(self.observer.max_val, -self.observer.min_val).max()
+            start = reach.clamp(max=float(self.params.alpha_value))
+            with torch.no_grad():
+                self.alpha.copy_(torch.where(start > 0, start, self.alpha))
+        return self.scale, self.zero_point
 
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         found = super()._set_qparams(scale, zero_point)

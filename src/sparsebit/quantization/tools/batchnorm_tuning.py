@@ -6,8 +6,7 @@ batch runs twice, in float and quantized, and the running statistics move by the
     mean' = mean + (mean_q - mean_f)        var' = var * var_q / var_f
 
 Not by re-estimation, because a few hundred images never have the statistics of an augmented training set (ResNet-20 in
-float: 91.7 -> 88.8 % top-1 by re-estimating on 5,000 of its training images). Then the norms are folded; weight scales
-are multiplied by what their filters are multiplied by, so codes stay what they were.
+float: 91.7 -> 88.8 % top-1 by re-estimating on 5,000 of its training images). Then the norms are folded.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.ops import module_of
-from sparsebit.graph.passes import GraphPass, run_passes
-from sparsebit.quantization.converters.fuse_operations.fuse_bn import affine_of, fuse_bn
-from sparsebit.quantization.modules import QuantOpr, quant_mode
-from sparsebit.quantization.tools.calibration import calibrate_weight
+from sparsebit.quantization.modules import quant_mode
+from sparsebit.quantization.tools.batchnorm_folding import fold, override_folded
 
 
 @contextmanager
@@ -61,8 +57,7 @@ def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
         for module, flag in training.items():
             module.training = flag
     fold(gm)
-    done = ("SCHEDULE.BN_TUNING", False, "SCHEDULE.FUSE_BN", True, "SCHEDULE.EQUALIZE", False)
-    qmodel.cfg = qmodel.cfg.override(*done)  # save() and load() build what is there now
+    override_folded(qmodel)
 
 
 class _Tuned:
@@ -137,39 +132,3 @@ def _listening(gm: fx.GraphModule, tuned: list[_Tuned]) -> Iterator[None]:
         for t in tuned:
             handles.callback(t.norm.register_forward_pre_hook(seen_by(t)).remove)
         yield
-
-
-# -- folding ----------------------------------------------------------------------------------------
-def fold(gm: fx.GraphModule) -> None:
-    """Fold every BatchNorm that can be; the quantized network computes what it did before."""
-    pairs = []
-    for node in gm.graph.nodes:
-        bn = module_of(node, gm) if node.op == "call_module" else None
-        if not isinstance(bn, _BatchNorm) or bn.running_var is None or not node.all_input_nodes:
-            continue
-        source = node.all_input_nodes[0]
-        layer = module_of(source, gm) if source.op == "call_module" else None
-        if isinstance(layer, QuantOpr) and layer.weight is not None:
-            pairs.append((layer, layer.weight, affine_of(bn)[0]))
-    run_passes(gm, [GraphPass("fuse_bn", fuse_bn.run)])
-    for layer, weight, factor in pairs:
-        if layer.weight is not weight:  # a new one: folded
-            _rescale(layer, factor)
-
-
-@torch.no_grad()
-def _rescale(layer: QuantOpr, factor: Tensor) -> None:
-    """The filters of `layer` were multiplied by `factor`: so are their scales, and the codes stay the same."""
-    if layer.bias_correction is not None:
-        layer.bias_correction = layer.bias_correction * factor.to(layer.bias_correction)
-    quantizer = layer.weight_quantizer
-    if quantizer is None or quantizer.absorbed:
-        return
-    scale, zero_point = quantizer.scale.detach(), quantizer.zero_point.detach()
-    calibrate_weight(layer)
-    quantizer.observer.reset()
-    if len(scale) != len(factor):  # one scale for several filters: that of the new weights has to do
-        return
-    same = factor > 0  # a negative factor mirrors the codes, and the grid is not symmetric
-    new = torch.where(same, scale * factor.to(scale), quantizer.scale)
-    quantizer._set_qparams(new, torch.where(same, zero_point, quantizer.zero_point))

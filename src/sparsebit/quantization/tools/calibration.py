@@ -15,6 +15,7 @@ from sparsebit.graph.ops import module_of
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.tools.bias_correction import InputMean
+from sparsebit.quantization.tools.distributed import any_rank, merge_means, over_ranks
 
 log = logging.getLogger("sparsebit")
 
@@ -30,6 +31,7 @@ class CalibrationRunner:
         self.model = model
         self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
+        self.forwards = 0
         self.store: Store | None = Store("disk") if keep_inputs else None
         self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
 
@@ -47,6 +49,7 @@ class CalibrationRunner:
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
+        self.forwards += 1
         if self.store is None:
             return
         try:
@@ -55,6 +58,12 @@ class CalibrationRunner:
             self.why_no_inputs = f"the inputs could not be kept on disk ({error})"
             log.warning("calibration goes on, but asym=True will not work: %s", self.why_no_inputs)
             self.close()
+
+    def inputs(self) -> Sequence[Batch]:
+        """The inputs of all forwards so far."""
+        if self.store is None:
+            raise CalibrationError(f"the inputs are needed again, but {self.why_no_inputs}")
+        return _Recorded(self.batches, self.store)
 
     def close(self) -> None:
         """The end of a calibration, finished or not: nobody observes any more."""
@@ -80,7 +89,7 @@ class CalibrationRunner:
     ) -> None:
         """Turn what was observed into scales. With `asym`, observe again behind the quantized predecessors."""
         quantizers = list(self._input_quantizers())
-        if quantizers and not any(q.observer.has_data for q in quantizers):
+        if quantizers and not any_rank(self.forwards > 0 or any(q.observer.has_data for q in quantizers)):
             raise CalibrationError(
                 "no calibration data: run some batches through the model between prepare_calibration() and "
                 "calc_qparams()"
@@ -101,6 +110,7 @@ class CalibrationRunner:
                 if isinstance(module, QuantOpr):
                     calibrate_input(module)
                     calibrate_weight(module)
+        merge_means(self.means.values(), device or torch.device("cpu"))
         for equalization in self._equalizations():
             self._fold(equalization)
         for mean in self.means.values():
@@ -146,11 +156,12 @@ def calibrate_input(module: QuantOpr) -> None:
     quantizer = module.input_quantizer
     if quantizer is None or quantizer.absorbed:
         return
-    if not quantizer.observer.has_data:
-        log.warning("%s saw no floating-point data during calibration: it stays float", quantizer.name)
-        quantizer.set_unused()
-        return
-    quantizer.calc_qparams()
+    with over_ranks(quantizer):
+        if quantizer.observer.has_data:
+            quantizer.calc_qparams()
+            return
+    log.warning("%s saw no floating-point data during calibration: it stays float", quantizer.name)
+    quantizer.set_unused()
 
 
 @torch.no_grad()

@@ -1,0 +1,122 @@
+"""Quantization-aware training of ResNet-20 on CIFAR-10 from its pretrained weights (needs SPARSEBIT_ASSETS).
+
+    python benchmarks/qat_cifar.py [--rows "lsq W4A4" ...] [--epochs 3] [--steps N]
+
+First and last layer have 8 bits. 20,000 training images, the full test set, loss against the float network's logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import assets
+import sparsebit
+
+BATCH = 100
+ROWS = ["lsq W4A4", "lsq W3A3", "lsq W2A2", "lsq+ W4A4", "lsq+ W2A2", "pact W4A4", "pact W2A2", "dorefa W4A4"]
+QUANTIZERS = {  # name -> of weights, of activations
+    "lsq": ("lsq", "lsq"),
+    "lsq+": ("lsq+", "lsq+"),
+    "pact": ("uniform", "pact"),
+    "dorefa": ("dorefa", "uniform"),
+    "uniform": ("uniform", "uniform"),
+}
+
+
+def config(row: str) -> dict[str, object]:
+    """`lsq W4A4` -> the config; the grid starts where the rounding error of the data is least."""
+    name, bits = row.split()
+    w_type, a_type = QUANTIZERS[name]
+    outer = [{"conv1": ["QUANTIZER.BIT", 8]}, {"linear": ["QUANTIZER.BIT", 8]}]
+    scheme = {"W": "per-channel-symmetric", "A": "per-tensor-affine"}
+    return {
+        letter: {
+            "QSCHEME": scheme[letter],
+            "QUANTIZER": {"TYPE": kind, "BIT": int(bits[1 + 2 * i])},
+            "OBSERVER": {"TYPE": "mse"},
+            "SPECIFIC": outer,
+        }
+        for i, (letter, kind) in enumerate((("W", w_type), ("A", a_type)))
+    }
+
+
+def batches(x: Tensor, y: Tensor, epochs: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Shuffled, flipped, and shifted by up to four pixels."""
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for index in torch.randperm(len(x), generator=g).split(BATCH):
+            images = x[index]
+            flip = torch.rand(len(index), generator=g) < 0.5
+            images[flip] = images[flip].flip(3)
+            dx, dy = torch.randint(0, 9, (2,), generator=g).tolist()
+            yield F.pad(images, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32], y[index]
+
+
+def build(row: str, net: nn.Module, x: Tensor) -> sparsebit.QuantModel:
+    qmodel = sparsebit.QuantModel(net, config(row))
+    qmodel.prepare_calibration(asym=False)
+    with torch.no_grad():
+        for images in x[:256].split(64):
+            qmodel(images)
+    qmodel.init_QAT()
+    return qmodel
+
+
+def train(
+    qmodel: sparsebit.QuantModel, teacher: nn.Module, x: Tensor, y: Tensor, epochs: int, steps: int | None
+) -> None:
+    total = steps or epochs * -(-len(x) // BATCH)
+    optimizer = torch.optim.SGD(
+        qmodel.qat_parameter_groups(0.02, weight_decay=1e-4), momentum=0.9, nesterov=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [g["lr"] for g in optimizer.param_groups], total, pct_start=0.1
+    )
+    qmodel.train()
+    for step, (images, labels) in enumerate(batches(x, y, epochs)):
+        if step == total:
+            break
+        with torch.no_grad():
+            wanted = teacher(images)
+        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    qmodel.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="stop after that many steps")
+    parser.add_argument("--export", help="also write <row>.onnx into this folder, with its certificate")
+    options = parser.parse_args()
+    net = assets.cifar_resnet(20)
+    x, y = assets.cifar10("train20k")
+    test_x, test_y = assets.cifar10("test")
+    print(f"float {assets.top1(assets.logits(net, test_x), test_y):.2f} %", flush=True)
+    for row in options.rows:
+        start = time.process_time()
+        qmodel = build(row, net, x)
+        before = assets.top1(assets.logits(qmodel, test_x), test_y)
+        train(qmodel, net, x, y, options.epochs, options.steps)
+        after = assets.top1(assets.logits(qmodel, test_x), test_y)
+        line = f"{row:12s} calibrated {before:.2f} %, trained {after:.2f} %"
+        if options.export:
+            qmodel.fold_batchnorm()
+            report = qmodel.export_onnx(test_x[:50], f"{options.export}/{row.replace(' ', '-')}.onnx")
+            folded = assets.top1(assets.logits(qmodel, test_x), test_y)
+            line += f", folded {folded:.2f} %, certified: {report.ok}, {dict(report.integer)}"
+        print(f"{line}, {time.process_time() - start:.0f} s of CPU", flush=True)
+
+
+if __name__ == "__main__":
+    main()

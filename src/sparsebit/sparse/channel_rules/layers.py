@@ -1,0 +1,168 @@
+"""Layers with weights: they read labels on one side of the weight and make new ones on the other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from sparsebit.sparse.channel_rules import channel_rule
+
+if TYPE_CHECKING:
+    from sparsebit.sparse.channels import Walk
+
+
+def _out(walk: Walk, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
+    """The labels that a layer makes; a layer that is called twice makes the same ones."""
+    known = walk.slices.get((f"{node.target}.weight", 1 if _transposed(walk.module(node)) else 0))
+    if known is not None:
+        return known.labels, walk.spread(node, known.labels, axis)
+    return walk.make(node, n, axis)
+
+
+def _transposed(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvTransposeNd)
+
+
+@channel_rule(nn.modules.conv._ConvNd)
+def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    module, path = walk.module(node), str(node.target)
+    if input.dim() != module.weight.dim():
+        return NotImplemented  # without a batch
+    ins, groups = walk.labels.along(input, 1), module.groups
+    o, i = (1, 0) if _transposed(module) else (0, 1)
+    if groups > 1 and module.in_channels == groups:
+        return _depthwise(walk, node, module, ins, o)
+    if groups > 1:  # the same position of every group goes, so that groups stay equally large
+        walk.labels.join(ins.view(groups, -1), ins.view(groups, -1)[:1])
+    outs, out = (
+        _out(walk, node, module.out_channels // (groups if o else 1), 1)
+        if groups == 1
+        else _grouped(walk, node, module)
+    )
+    if groups == 1:
+        walk.slice(f"{path}.weight", o, outs, produces=True)
+        walk.slice(f"{path}.weight", i, ins)
+        walk.size(path, "in_channels", ins)
+    elif o == 0:
+        walk.slice(f"{path}.weight", 0, outs, produces=True)
+        walk.slice(f"{path}.weight", 1, ins.view(groups, -1)[0])
+        walk.size(path, "in_channels", ins)
+    else:
+        walk.slice(f"{path}.weight", 0, ins)
+        walk.slice(f"{path}.weight", 1, outs.view(groups, -1)[0], produces=True)
+        walk.size(path, "in_channels", ins)
+    _bias(walk, node, module, outs)
+    walk.size(path, "out_channels", outs)
+    return out
+
+
+def _grouped(walk: Walk, node: fx.Node, module: Any) -> tuple[Tensor, Tensor]:
+    outs, out = walk.make(node, module.out_channels, 1)
+    walk.labels.join(outs.view(module.groups, -1), outs.view(module.groups, -1)[:1])
+    known = walk.slices.get((f"{node.target}.weight", 0))
+    if known is not None and not _transposed(module):
+        walk.labels.join(known.labels, outs)
+    return outs, out
+
+
+def _depthwise(walk: Walk, node: fx.Node, module: Any, ins: Tensor, o: int) -> Tensor:
+    """Every input channel has filters of its own, which go with it."""
+    path, times = str(node.target), module.out_channels // module.groups
+    outs = ins.repeat_interleave(times)
+    walk.slice(f"{path}.weight", 0, ins if o else outs)
+    _bias(walk, node, module, outs)
+    for attribute, labels in (("in_channels", ins), ("groups", ins), ("out_channels", outs)):
+        walk.size(path, attribute, labels)
+    return walk.spread(node, outs, 1)
+
+
+def _bias(walk: Walk, node: fx.Node, module: Any, labels: Tensor) -> None:
+    if module.bias is not None:
+        walk.slice(f"{node.target}.bias", 0, labels)
+
+
+@channel_rule(nn.Linear)
+def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    module, path = walk.module(node), str(node.target)
+    axes = walk.labels.varies(input)
+    if axes and input.dim() - 1 not in axes:  # works along another axis: the channels pass by
+        return input[..., :1].expand(walk.values[node].shape)
+    ins = walk.labels.along(input, -1)
+    outs, out = _out(walk, node, module.out_features, -1)
+    walk.slice(f"{path}.weight", 0, outs, produces=True)
+    walk.slice(f"{path}.weight", 1, ins)
+    _bias(walk, node, module, outs)
+    walk.size(path, "in_features", ins)
+    walk.size(path, "out_features", outs)
+    return out
+
+
+@channel_rule(nn.Embedding)
+def embedding(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    module, path = walk.module(node), str(node.target)
+    known = walk.slices.get((f"{path}.weight", 1))
+    if known is None:
+        outs, out = walk.make(node, module.embedding_dim, -1)
+        walk.slice(f"{path}.weight", 1, outs, produces=True)
+        walk.size(path, "embedding_dim", outs)
+        return out
+    return walk.spread(node, known.labels, -1)
+
+
+@channel_rule(_NormBase)
+def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    module, path = walk.module(node), str(node.target)
+    if input.dim() < 2:
+        return NotImplemented
+    labels = walk.labels.along(input, 1)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        if getattr(module, name, None) is not None:
+            walk.slice(f"{path}.{name}", 0, labels)
+    walk.size(path, "num_features", labels)
+    return input
+
+
+@channel_rule(nn.LayerNorm, nn.RMSNorm)
+def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    """Cut on the axis it works over: its statistics are then those of the channels that are left."""
+    module, path = walk.module(node), str(node.target)
+    axes = walk.labels.varies(input)
+    over = range(input.dim() - len(module.normalized_shape), input.dim())
+    if not set(over) & set(axes):
+        return input
+    if len(over) > 1:
+        return NotImplemented
+    labels = walk.labels.along(input, -1)
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None:
+            walk.slice(f"{path}.{name}", 0, labels)
+    walk.size(path, "normalized_shape", labels)
+    walk.normed[path] = labels
+    return input
+
+
+@channel_rule(nn.GroupNorm)
+def group_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    """Whole groups go: the statistics of the others stay what they were."""
+    module, path = walk.module(node), str(node.target)
+    labels = walk.labels.along(input, 1)
+    groups = labels.view(module.num_groups, -1)
+    walk.labels.join(groups, groups[:, :1])
+    for name in ("weight", "bias"):
+        if getattr(module, name) is not None:
+            walk.slice(f"{path}.{name}", 0, labels)
+    walk.size(path, "num_channels", labels)
+    walk.size(path, "num_groups", groups[:, 0])
+    return input
+
+
+@channel_rule(nn.PReLU)
+def prelu(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+    module = walk.module(node)
+    if module.num_parameters > 1:
+        labels = walk.labels.along(input, 1)
+        walk.slice(f"{node.target}.weight", 0, labels)
+        walk.size(str(node.target), "num_parameters", labels)
+    return input

@@ -1,0 +1,94 @@
+"""Labels: what must be kept or removed together.
+
+Every value of a tensor carries a label; channels that share one go together. `FIXED` is the label of what stays.
+Joining is union-find over arrays, so that a whole tensor joins in one call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FIXED = 0
+
+
+def thin(labels: Tensor) -> Tensor:
+    """The same labels, stored once along every axis on which they repeat (stride 0)."""
+    shape = labels.shape
+    for d in range(labels.dim()):
+        first = labels.narrow(d, 0, 1) if shape[d] else labels
+        if labels.stride(d) == 0 or torch.equal(first.expand_as(labels), labels):
+            labels = first
+    return labels.expand(shape)
+
+
+def stored(*labels: Tensor) -> list[Tensor]:
+    """Without the repetitions that all of them have."""
+    for d in range(labels[0].dim()):
+        if all(x.shape[d] and (x.stride(d) == 0 or x.shape[d] == 1) for x in labels):
+            labels = tuple(x.narrow(d, 0, 1) for x in labels)
+    return list(labels)
+
+
+class Labels:
+    def __init__(self) -> None:
+        self._parent = torch.zeros(1, dtype=torch.long)
+        self._flat = True  # every label points at its root
+        self.why_fixed: dict[int, str] = {}  # label -> the reason it cannot go
+
+    def fresh(self, n: int) -> Tensor:
+        """`n` new labels."""
+        start = len(self._parent)
+        new = torch.arange(start, start + n)
+        self._parent = torch.cat([self._parent, new])
+        return new
+
+    def roots(self, labels: Tensor) -> Tensor:
+        """The one label that stands for all that were joined; FIXED for those joined with what stays."""
+        while not self._flat:
+            above = self._parent[self._parent]
+            self._flat = torch.equal(above, self._parent)
+            self._parent = above
+        return self._parent[labels]
+
+    def join(self, a: Tensor, b: Tensor) -> None:
+        """Values that stand in the same place (broadcast) go together."""
+        a, b = stored(*torch.broadcast_tensors(a, b))
+        pairs = torch.unique(torch.stack([a.reshape(-1), b.reshape(-1)]), dim=1)
+        while True:
+            low, high = self.roots(pairs).sort(0).values
+            apart = low != high
+            if not apart.any():
+                return
+            # the smaller root wins; a root that meets several goes to the smallest, the rest next time round
+            self._parent = self._parent.scatter_reduce(0, high[apart], low[apart], "amin")
+            self._flat = False
+
+    def fix(self, labels: Tensor, reason: str) -> None:
+        """These stay, and why."""
+        for root in self.roots(labels).unique().tolist():
+            if root != FIXED:
+                self.why_fixed.setdefault(root, reason)
+        self.join(labels, torch.zeros((), dtype=torch.long))
+
+    def varies(self, labels: Tensor) -> list[int]:
+        """The axes along which the labels differ."""
+        roots = self.roots(stored(labels)[0])
+        return [
+            d
+            for d in range(roots.dim())
+            if roots.shape[d] > 1 and bool((roots != roots.narrow(d, 0, 1)).any())
+        ]
+
+    def along(self, labels: Tensor, axis: int) -> Tensor:
+        """One label per position of `axis`; the other axes are joined."""
+        axis = axis % labels.dim()
+        n, thinned = labels.shape[axis], stored(labels)[0]
+        vector = (
+            thinned.expand(*thinned.shape[:axis], n, *thinned.shape[axis + 1 :])
+            .movedim(axis, 0)
+            .reshape(n, -1)
+        )
+        if vector.shape[1] > 1:
+            self.join(vector, vector[:, :1])
+        return vector[:, 0]
