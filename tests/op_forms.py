@@ -54,6 +54,7 @@ F.embedding(weight=w + 1, input=x); F.embedding_bag(x, w * 2, mode="sum")
 -- activations
 [TOKENS] 1
 nn.ReLU(); MyRelu(); F.relu(x); F.relu(input=x); torch.relu(x); x.relu(); x.relu_(); F.relu(x, inplace=True)
+torch.relu_(x)
 F.relu(x, True); nn.ReLU(inplace=True); nn.ReLU() | m(input=x); nn.ReLU6(); F.relu6(x); F.relu6(x, inplace=False)
 nn.Sequential(nn.ReLU()); nn.LeakyReLU(0.3); F.leaky_relu(x, negative_slope=0.2); F.leaky_relu(x, 0.2); nn.RReLU()
 F.rrelu(x); nn.PReLU(); nn.PReLU(5); F.prelu(x, w[0, :1]); F.prelu(weight=w[0, :1], input=x); x.prelu(w[0, :1])
@@ -256,7 +257,7 @@ torch.poisson(x.abs())
 
 -- forms that write into a tensor which others may see stay as they are, by name
 [TOKENS] 0 stays
-x[0].relu_(); x.view(-1).mul_(2); operator.setitem(x, 0, 1.0) or x; torch.relu_(x)
+x[0].relu_(); x.view(-1).mul_(2); operator.setitem(x, 0, 1.0) or x
 torch.add(x, x, out=torch.empty(2, 5, 6))
 """
 

@@ -14,7 +14,7 @@ from models import images, small_net
 from sparsebit.errors import NotReadyError
 
 IMPORTS = {
-    "sparsebit": "quantize QuantModel QuantConfig __version__",
+    "sparsebit": "quantize prune QuantModel QuantConfig __version__",
     "sparsebit.quantization": "QuantModel parse_qconfig",
     "sparsebit.quantization.quant_model": "QuantModel",
     "sparsebit.quantization.quant_config": "_C parse_qconfig verify_bits verify_backend verify_schedule",

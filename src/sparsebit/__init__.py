@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
-__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "qat", "quantize", "verify"]
+__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "prune", "qat", "quantize", "verify"]
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
@@ -42,6 +42,14 @@ def preflight(model: Any, example: Any, config: Any = None) -> Preflight:
     from sparsebit.quantization import QuantModel
 
     return QuantModel(model, config, example=example).preflight(example)
+
+
+def prune(model: Any, example: Any, ratio: float = 0.5) -> Any:
+    """A smaller copy of `model`: the share `ratio` of the channels of every layer is removed, those with the smallest
+    weights. The model's own class where its code has no sizes of its own, else a traced graph; checked on `example`."""
+    from sparsebit.sparse.prune import prune as cut
+
+    return cut(model, example, ratio)
 
 
 def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:

@@ -190,3 +190,15 @@ def test_weights_that_a_hook_computes_are_quantized(norm, trace):
     qmodel.set_quant(True, True)
     assert sqnr(want, qmodel(x)) > 25
     assert set(net.state_dict()) == state and torch.equal(net(x), want)  # the user's model keeps its hooks
+
+
+# -- attention -----------------------------------------------------------------------------------------
+def test_every_product_of_a_fused_attention_counts_as_quantized():
+    """Values wider than queries: torch multiplies step by step then, and inside that op nothing is on a grid."""
+    net = Call(lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask))
+    q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 16)
+    batch = (q, k, v, torch.randn(5, 7))
+    qmodel = sparsebit.quantize(net, [batch], {})
+    assert macs_quantized(qmodel, batch) == (6 * 5 * 7 * (8 + 16),) * 2
+    qmodel.set_quant(False, False)
+    torch.testing.assert_close(qmodel(*batch), net(*batch))

@@ -36,9 +36,10 @@ def certify(
     path: Any,
     record: Any,
     names: tuple[str, ...] = ("x",),
+    config: Any = None,
 ) -> Any:
     """Quantize on `known`, export, compare on `dummy` and `batches`; what every network must show."""
-    qmodel = sparsebit.quantize(net.eval(), known, progress=False)
+    qmodel = sparsebit.quantize(net.eval(), known, config, progress=False)
     axes = {name: {0: "batch"} for name in names}
     file = str(path / "net.onnx")
     report = qmodel.export_onnx(dummy, file, list(names), dynamic_axes=axes, batches=batches)
@@ -68,13 +69,16 @@ def test_resnet20(tmp_path, record_property):
 @pytest.mark.assets
 @needs_assets
 def test_mobilenet_v2(tmp_path, record_property):
-    """At least 98 % of the labels of 750 images that it was not calibrated on."""
+    """The labels of 750 images that it was not calibrated on; 15 differ (98.0 %) where this was written, floor 20."""
     pytest.importorskip("PIL", reason="pillow reads the images")
     images, x, _ = assets.split_imagenet()
-    batches = list(x[2:].split(44))
-    report = certify(assets.mobilenet_v2(), list(images.split(25)), x[:2], batches, tmp_path, record_property)
+    batches, known = list(x[2:].split(44)), list(images.split(25))
+    config = sparsebit.QuantConfig.load("w8a8").override(
+        "W.OBSERVER.TYPE", "mse", "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1
+    )
+    report = certify(assets.mobilenet_v2(), known, x[:2], batches, tmp_path, record_property, config=config)
     labels = report.certificate.runtime
-    assert labels.labels == 750 and labels.labels_differ <= 0.02 * 750, str(report)
+    assert labels.labels == 750 and labels.labels_differ <= 0.025 * 750, str(report)
     assert not report.floating and not report.why_float
     assert report.integer["QLinearConv"] == 52 and report.integer["QLinearAdd"] == 10
 

@@ -50,6 +50,6 @@ def below_the_bars(row: Row) -> str:
     if row.share < LEAST_SHARE:
         return f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
     # untrained nets amplify any noise: only a large loss means something
-    if row.db is not None and row.plain_db is not None and row.db < row.plain_db - 16:
+    if row.db is not None and row.plain_db is not None and row.db < row.plain_db - 10:
         return f"{row.db:.1f} dB, where plain W8A8 has {row.plain_db:.1f}"
     return ""

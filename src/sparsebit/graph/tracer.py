@@ -32,6 +32,10 @@ class InplaceProxy(fx.Proxy):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
+    def __len__(self) -> int:
+        parts = _parts(self.node)
+        return int(super().__len__()) if parts is None else parts
+
 
 def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
     return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
@@ -132,6 +136,15 @@ class LeafTracer(fx.Tracer):
         """`assert` and `if ...: raise` have one outcome that goes on; any other `if` cannot be traced."""
         outcome = only_outcome()
         return super().to_bool(obj) if outcome is None else outcome
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """`list(x.chunk(2, 1))`: how many parts there are is written in the call."""
+        parts = _parts(obj.node)
+        if parts is None:
+            return super().iter(obj)
+        return iter(
+            [self.create_proxy("call_function", operator.getitem, (obj, i), {}) for i in range(parts)]
+        )
 
     @contextmanager
     def prepared_torch(self) -> Iterator[None]:
@@ -244,3 +257,12 @@ class State:
 def forward_owner(cls: type) -> type:
     """The class whose `forward` instances of `cls` run."""
     return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)
+
+
+def _parts(node: fx.Node) -> int | None:
+    """Into how many parts a split or chunk cuts, where the call says so."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
+    if name == "chunk" and isinstance(said, int):
+        return said
+    return len(said) if name == "split" and isinstance(said, (list, tuple)) else None

@@ -153,7 +153,9 @@ class WeightConfig(TensorConfig):
 
     qscheme: QScheme = "per-channel-symmetric"
     group: int | None = Field(
-        None, ge=1, description="values per scale in the weights of Linear layers; null: one scale per channel"
+        None,
+        ge=1,
+        description="values per scale in the weights of Linear layers; null: one scale per channel",
     )
 
     def verify(self) -> None:

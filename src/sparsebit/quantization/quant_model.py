@@ -25,7 +25,6 @@ from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
 from sparsebit.quantization.tools.calibration import CalibrationRunner
-from sparsebit.quantization.tools.reconstruction import needs_reconstruction, reconstruct, reconstruct_model
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
@@ -106,6 +105,8 @@ class QuantModel(nn.Module):
 
         `asym=False` promises that calc_qparams(asym=True) will not follow; then no inputs are kept on disk.
         """
+        from sparsebit.quantization.tools.reconstruction import needs_reconstruction
+
         self._stop_calibration()
         self.set_quant(False, False)
         self.eval()
@@ -123,6 +124,8 @@ class QuantModel(nn.Module):
         `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
         reconstructed next.
         """
+        from sparsebit.quantization.tools.reconstruction import needs_reconstruction, reconstruct
+
         if self._runner is None:
             raise CalibrationError(
                 "calc_qparams() needs a calibration that is under way: call prepare_calibration(), run some "
@@ -169,6 +172,8 @@ class QuantModel(nn.Module):
         offload     where values wait: "device", "cpu" or "disk".
         Returns the squared error of each block before and after, as a share of its squared output.
         """
+        from sparsebit.quantization.tools.reconstruction import reconstruct_model
+
         return reconstruct_model(
             self, batches, asym=asym, checkpoint=checkpoint, progress=progress, offload=offload
         )

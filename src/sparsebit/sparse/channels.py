@@ -135,9 +135,12 @@ class Walk:
         return ~torch.isin(self.labels.roots(labels), dropped)
 
     def dimensions(self) -> list[Tensor]:
-        """Classes that compete with each other, because the same layers make them; the fixed ones are left out."""
+        """Classes that compete with each other, because the same layers make and read them; without the fixed ones.
+
+        One of each stays, so that no layer loses everything.
+        """
         makers: dict[int, list[int]] = {}
-        for i, cut in enumerate(s for s in self.slices.values() if s.produces):
+        for i, cut in enumerate(self.slices.values()):
             for root in self.labels.roots(cut.labels).unique().tolist():
                 if root != FIXED:
                     makers.setdefault(root, []).append(i)

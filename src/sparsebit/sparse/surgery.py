@@ -71,6 +71,8 @@ class Cut:
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
         _Rewriter(self, gm).run_example()
+        for node in gm.graph.nodes:
+            node.type = None  # annotations as strings cannot be pickled
         gm.graph.lint()
         gm.recompile()
         return gm

@@ -87,7 +87,9 @@ class AdaRoundQuantizer(BaseQuantizer):
         lr: float = Field(0.2, gt=0, description="of Adam, for the choice between up and down")
         beta: Pair = Field((20.0, 2.0), description="exponent of the penalty, at the start and at the end")
         warmup: float = Field(0.2, ge=0, lt=1, description="share of the steps without the penalty")
-        round_loss_weight: float = Field(1000.0, ge=0, description="weight of the penalty on undecided weights")
+        round_loss_weight: float = Field(
+            1000.0, ge=0, description="weight of the penalty on undecided weights"
+        )
 
     @classmethod
     def check(cls, cfg: Any) -> None:

@@ -263,7 +263,9 @@ class Quantizer(nn.Module):
             saved = state_dict[prefix + name] = saved.reshape(-1)
             if saved.shape != mine.shape:
                 mine.data = torch.empty_like(saved, device=mine.device)
-            if name == "scale" and bool((saved != 0).any()):  # folded: equalize per tensor, batch norms per channel
+            if name == "scale" and bool(
+                (saved != 0).any()
+            ):  # folded: equalize per tensor, batch norms per channel
                 self.qdesc.is_perchannel = len(saved) > 1
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.unused = bool((self.scale == UNUSED).all())

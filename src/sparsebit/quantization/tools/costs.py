@@ -167,6 +167,7 @@ def _lstm(x: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any) -> list[Part]:
 _OWN_FORMULAS: dict[Any, Callable[..., list[Part]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten.mkldnn_rnn_layer: _lstm,
+    aten._grouped_mm: lambda a, b, *rest: [(a.numel() * b.shape[-1], (a, b))],  # tokens by experts
     aten.mv: lambda m, v: [(m.numel(), (m, v))],
     aten.addmv: lambda x, m, v, **_: [(m.numel(), (m, v))],
     aten.dot: lambda a, b: [(a.numel(), (a, b))],

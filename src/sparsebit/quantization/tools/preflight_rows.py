@@ -150,6 +150,8 @@ class RowBuilder:
         if isinstance(module, MultipleInputsQuantOpr):
             if not module.wants_input_quant(self.config):
                 return "A.QADD.ENABLE_QUANT is off"
+            if getattr(module, "why_float", ""):
+                return str(module.why_float)
             return "its input is not floating-point" if module.input_quantizer_generated else "one input only"
         if isinstance(module, Opr):
             return "moves values only" if moves_values(module) else "this op is not quantized"

@@ -126,12 +126,12 @@ class _Walk:
         at = self.left.index(unit.nodes[0])
         self._run_both(self.left[:at])
         self.left = self.left[at + len(unit.nodes) :]
-        source = self.quant_lane or self.float_lane
-        inputs = [{n: values[n] for n in unit.inputs} for values in source.values]
+        lanes = (self.quant_lane or self.float_lane, self.float_lane)
+        inputs, exact = ([{n: v[n] for n in unit.inputs} for v in lane.values] for lane in lanes)
         with quantized(self.gm, unit.nodes, False, False):
             self.float_lane.run(unit.nodes)
         targets = [[values[n] for n in unit.outputs] for values in self.float_lane.values]
-        self.samples = Samples(unit, self.store, inputs, targets)
+        self.samples = Samples(unit, self.store, inputs, exact if self.quant_lane else inputs, targets)
 
     def past(self, unit: Unit) -> None:
         """Over the unit with its weights as they are now."""

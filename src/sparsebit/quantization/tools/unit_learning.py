@@ -1,7 +1,8 @@
 """One unit of reconstruction: learn the rounding of its weights, and with it their steps and the biases, on samples.
 
 Activations of few bits are rounded while learning, half of the values at random (Wei et al., QDrop, 2022), and
-their scales are learned too; 8-bit ones are left float, which costs nothing and is faster. The result is kept only
+their scales are learned too; 8-bit ones are left float, which costs nothing and is faster. Half of the inputs come
+from the float network, so that a unit does not learn the errors of a few images by heart. The result is kept only
 where it is closer to the float network than plain rounding.
 """
 
@@ -27,12 +28,13 @@ GAIN_LR = 3e-3  # of the length of a weight's step, which starts at 1
 BIAS_LR = 2e-2  # of biases, as a share of their size
 SCALE_LR = 1e-3  # of the scales of activations, as a share of them
 FEW_BITS = 8  # activations of fewer bits are rounded while learning
-DROP = 0.5  # share of the activations that are left float then
+DROP = 0.5  # share of the activations that are left float then, and of the inputs that are those of the float network
 TEST_IMAGES = 32  # on which before and after are compared
 ENOUGH = 1024  # positions (height x width) of an image: larger images need fewer of them per step
 LEAST_IMAGES = 2
 
-Run = Callable[[dict[fx.Node, Any]], None]
+Env = dict[fx.Node, Any]
+Run = Callable[[Env], None]
 
 
 class Samples:
@@ -41,8 +43,10 @@ class Samples:
     Where a value is not a tensor with an entry per image, a whole recorded batch is drawn instead.
     """
 
-    def __init__(self, unit: Unit, store: Store, inputs: list[dict[fx.Node, Any]], targets: list[list[Any]]):
-        self.store, self.inputs, self.targets = store, inputs, targets
+    def __init__(
+        self, unit: Unit, store: Store, inputs: list[Env], float_inputs: list[Env], targets: list[list[Any]]
+    ):
+        self.store, self.inputs, self.float_inputs, self.targets = store, inputs, float_inputs, targets
         self.constants = {n for n in unit.inputs if n.op == "get_attr"}
         self.sizes = [0] * len(targets)
         self.positions = 1
@@ -63,10 +67,12 @@ class Samples:
                 self.positions = max(math.prod(v.shape[2:]) for v in values)
         return separable and len(shapes) == 1
 
-    def draw(self, count: int, generator: torch.Generator) -> tuple[dict[fx.Node, Any], list[Tensor]]:
-        """Values of `count` images, chosen at random; on disk, from a few batches only."""
+    def draw(self, count: int, generator: torch.Generator, mix: float = 0.0) -> tuple[Env, list[Tensor]]:
+        """Values of `count` images, chosen at random (on disk, from a few batches only); `mix` is the share of the
+        inputs that are taken from the float network."""
         if not self.separable:
-            return self._rows(int(torch.randint(len(self.sizes), (), generator=generator)), None)
+            batch = int(torch.randint(len(self.sizes), (), generator=generator))
+            return self._drawn(batch, None, mix, generator)
         batches = torch.randperm(len(self.sizes), generator=generator)
         if self.store.keep == "disk":
             batches = batches[:2]
@@ -74,21 +80,33 @@ class Samples:
             [torch.stack([b.expand(n), torch.arange(n)]) for b in batches for n in [self.sizes[b]]], 1
         )
         index = index[:, torch.randperm(index.shape[1], generator=generator)[:count]]
-        parts = [self._rows(int(b), index[1][index[0] == b]) for b in index[0].unique()]
+        parts = [self._drawn(int(b), index[1][index[0] == b], mix, generator) for b in index[0].unique()]
         env = {
             n: v if n in self.constants else torch.cat([p[0][n] for p in parts])
             for n, v in parts[0][0].items()
         }
         return env, [torch.cat(column) for column in zip(*(p[1] for p in parts))]
 
-    def _rows(self, batch: int, rows: Tensor | None) -> tuple[dict[fx.Node, Any], list[Tensor]]:
+    def _drawn(
+        self, batch: int, rows: Tensor | None, mix: float, generator: torch.Generator
+    ) -> tuple[Env, list[Tensor]]:
+        env, targets = self._rows(batch, rows)
+        if mix and self.float_inputs is not self.inputs:
+            exact, _ = self._rows(batch, rows, exact=True)
+            for n, value in env.items():
+                if n not in self.constants and isinstance(value, Tensor) and value.is_floating_point():
+                    chosen = torch.rand(value.shape, generator=generator) < mix
+                    env[n] = torch.where(chosen.to(value.device), exact[n], value)
+        return env, targets
+
+    def _rows(self, batch: int, rows: Tensor | None, exact: bool = False) -> tuple[Env, list[Tensor]]:
         def take(value: Any) -> Any:
             value = self.store.get(value)
             return value if rows is None else value[rows.to(value.device)]
 
-        inputs = self.inputs[batch].items()
+        inputs = (self.float_inputs if exact else self.inputs)[batch].items()
         env = {n: self.store.get(v) if n in self.constants else take(v) for n, v in inputs}
-        return env, [take(t) for t in self.targets[batch]]
+        return env, [] if exact else [take(t) for t in self.targets[batch]]
 
 
 class UnitLearning:
@@ -124,7 +142,9 @@ class UnitLearning:
                 softs = [weight_quantizer(m).start(m.weight) for m in self.unit.layers]
                 groups.append({"params": [s.gain for s in softs], "lr": GAIN_LR})
                 with self.activations():
-                    loss = lambda: self.distance(*self.samples.draw(self.images, self.generator)) / before
+                    loss = lambda: (
+                        self.distance(*self.samples.draw(self.images, self.generator, DROP)) / before
+                    )
                     for step, value in enumerate(learn(softs, groups, loss, self.options)):
                         on_step(step, value)
             for m in self.unit.layers:
@@ -188,7 +208,7 @@ class UnitLearning:
             for hook in hooks:
                 hook.remove()
 
-    def distance(self, values: dict[fx.Node, Any], targets: list[Tensor]) -> Tensor:
+    def distance(self, values: Env, targets: list[Tensor]) -> Tensor:
         """Mean squared error of the outputs, summed over them."""
         values = {n: _channels_last(v) for n, v in values.items()}
         self.compute(values)

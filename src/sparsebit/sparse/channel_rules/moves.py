@@ -49,7 +49,8 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
         out = walk.module(node)(*args, **kwargs)
     elif node.op == "call_method":
-        out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        name = "reshape" if node.target == "view" else str(node.target)  # labels are not laid out like values
+        out = getattr(args[0], name)(*args[1:], **kwargs)
     else:
         out = node.target(*args, **kwargs)  # type: ignore[operator]
     return pytree.tree_map_only(Tensor, lambda t: thin(t.long()), out)

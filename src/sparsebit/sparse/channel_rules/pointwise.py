@@ -72,7 +72,7 @@ OPERATORS = "add sub mul truediv floordiv mod pow iadd isub imul itruediv eq ne 
 def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     shape = walk.values[node].shape
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    ranked = sorted(found, key=lambda t: -len(walk.labels.varies(t)) or -t.numel())
+    ranked = sorted(found, key=lambda t: (len(walk.labels.varies(t)), t.numel()), reverse=True)
     out = ranked[0].expand(shape)
     axes = walk.labels.varies(out)
     for other in ranked[1:]:
