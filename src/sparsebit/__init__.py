@@ -11,6 +11,8 @@ __version__ = "1.0.0.dev0"
 __all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "prune", "qat", "quantize", "verify"]
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.quant_config import QuantConfig
@@ -44,12 +46,27 @@ def preflight(model: Any, example: Any, config: Any = None) -> Preflight:
     return QuantModel(model, config, example=example).preflight(example)
 
 
-def prune(model: Any, example: Any, ratio: float = 0.5) -> Any:
-    """A smaller copy of `model`: the share `ratio` of the channels of every layer is removed, those with the smallest
-    weights. The model's own class where its code has no sizes of its own, else a traced graph; checked on `example`."""
+def prune(
+    model: Any,
+    example: Any,
+    ratio: float | None = None,
+    *,
+    macs: float | None = None,
+    params: float | None = None,
+    round_to: int = 1,
+) -> nn.Module:
+    """A smaller copy of `model`, checked on `example`: channels with small weights are removed from every layer.
+
+    ratio     the share of channels that goes (0.5 if nothing is said), or
+    macs      the share of multiplications that stays, or
+    params    the share of parameters that stays.
+    round_to  layers keep a multiple of this many channels.
+
+    It has the model's own class where its code has no sizes of its own, else it is a traced graph.
+    """
     from sparsebit.sparse.prune import prune as cut
 
-    return cut(model, example, ratio)
+    return cut(model, example, ratio, macs=macs, params=params, round_to=round_to)
 
 
 def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:

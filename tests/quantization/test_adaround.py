@@ -131,7 +131,8 @@ def test_learned_rounding_beats_the_nearest(unit, asym):
     qmodel = calibrated(net, cfg)
     before = error(net, qmodel)
     errors = qmodel.reconstruct(images(), asym=asym)
-    assert error(net, qmodel) < {"block": 0.8, "layer": 0.95}[unit] * before
+    assert error(net, qmodel) < before
+    assert sum(after for _, after in errors.values()) < 0.85 * sum(b for b, _ in errors.values())
     assert len(errors) == (3 if unit == "block" else 4) and all(after <= b for b, after in errors.values())
 
 

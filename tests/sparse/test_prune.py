@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import sparsebit
 from models import randomise
-from sparsebit.sparse.prune import choose, prune, walk_of
+from sparsebit.errors import ConfigError
+from sparsebit.sparse.allocate import macs, uniform
+from sparsebit.sparse.prune import prune, scores, walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 
 SMALLER = dict.fromkeys(architectures.ARCHITECTURES, 0.62) | {  # share of the parameters left at ratio 0.5
@@ -32,7 +35,7 @@ def test_cut_equals_masked(name, ratio):
     net, x = randomise(make()), data()
     before = pickle.dumps(net.state_dict())
     walk = walk_of(net, x)
-    cut = Cut(walk, choose(walk, ratio))
+    cut = Cut(walk, uniform(walk, scores(walk), ratio))
     masked, compact = cut.masked().eval(), cut.compact().eval()
     check_equal(cut, masked, compact)
     with torch.no_grad():
@@ -64,3 +67,48 @@ def test_user_class_stays_where_its_code_has_no_sizes():
     assert (
         type(prune(make(), data(), ratio=0.5)) is not architectures.ViT
     )  # its heads are written into the code
+
+
+@pytest.mark.parametrize("name", ["residual", "vit", "dense", "depthwise"])
+def test_budgets(name):
+    make, data = architectures.ARCHITECTURES[name]
+    torch.manual_seed(0)
+    net, x = randomise(make()), data()
+    cost = macs(walk_of(net, x))
+    small = sparsebit.prune(net, x, macs=0.5)
+    assert 0.25 * cost(net) < cost(small) <= 0.5 * cost(net)
+    small = sparsebit.prune(net, x, params=0.6)
+    assert 0.4 * count(net) < count(small) <= 0.6 * count(net)
+
+
+def test_round_to():
+    make, data = architectures.ARCHITECTURES["plain"]
+    small = sparsebit.prune(randomise(make()), data(), 0.4, round_to=4)
+    kept = [m.out_channels for m in small.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert kept == [8, 8, 12] and all(n % 4 == 0 for n in kept)
+
+
+def test_the_smallest_filters_go():
+    net = randomise(architectures.ARCHITECTURES["plain"][0]())
+    first = net.body[0][0]
+    with torch.no_grad():
+        first.weight[[1, 4, 6]] *= 1e-3
+    small = sparsebit.prune(net, architectures.image(), 0.375)
+    kept = [i for i in range(8) if any(torch.equal(first.weight[i], w) for w in small.body[0][0].weight)]
+    assert kept == [0, 2, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"ratio": 1.0}, "ratio: must be at least 0 and below 1"),
+        ({"ratio": 0.5, "macs": 0.5}, "one of ratio, macs and params"),
+        ({"macs": 0.0001}, "cannot be reached"),
+        ({"params": 1.5}, "budget: must be above 0"),
+        ({"round_to": 0}, "round_to"),
+    ],
+)
+def test_bad_input(options, message):
+    make, data = architectures.ARCHITECTURES["plain"]
+    with pytest.raises(ConfigError, match=message):
+        sparsebit.prune(make(), data(), **options)

@@ -36,6 +36,9 @@ class Labels:
         self._flat = True  # every label points at its root
         self.why_fixed: dict[int, str] = {}  # label -> the reason it cannot go
 
+    def __len__(self) -> int:
+        return len(self._parent)
+
     def fresh(self, n: int) -> Tensor:
         """`n` new labels."""
         start = len(self._parent)
