@@ -84,7 +84,7 @@ def train(
             break
         with torch.no_grad():
             wanted = teacher(images)
-        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, labels)
+        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, labels, temperature=1.0, alpha=0.5)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
