@@ -20,6 +20,7 @@ TYPES = {
     "boolean": bool,
     "integer": int,
     "number": (int, float),
+    "null": type(None),
 }
 
 

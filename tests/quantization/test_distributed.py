@@ -170,6 +170,10 @@ def test_two_ranks_calibrate_like_one_process(ranks, name):
     assert not differing(alone, ranks[1]["shared"][name], only)
 
 
+def test_ranks_agree_on_what_is_learned(ranks):
+    assert not differing(ranks[0]["shared"]["adaround"], ranks[1]["shared"]["adaround"])
+
+
 def test_a_rank_without_batches_gets_the_scales_too(ranks):
     alone = ranks[0]["alone"]["mse per-tensor-affine"]
     assert not differing(alone, ranks[0]["no batches"]) and not differing(alone, ranks[1]["no batches"])

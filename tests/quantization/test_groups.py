@@ -127,7 +127,7 @@ def test_save_load_and_training(tmp_path, quantizer):
     torch.testing.assert_close(again(x), qmodel(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("bits, opset", [(2, 25), (3, 21), (4, 21), (5, 21), (8, 21)])
+@pytest.mark.parametrize("bits, opset", [(2, 25), (3, 21), (4, 21), (5, 21), (6, 21), (7, 21), (8, 21)])
 @pytest.mark.parametrize("kind", ["symmetric", "affine"])
 @pytest.mark.parametrize("weight_only", [False, True])
 @pytest.mark.parametrize("tokens", [False, True])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-import architectures
+import channel_nets
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -16,7 +16,7 @@ from sparsebit.sparse.allocate import macs, uniform
 from sparsebit.sparse.prune import prune, scores, walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 
-SMALLER = dict.fromkeys(architectures.ARCHITECTURES, 0.62) | {  # share of the parameters left at ratio 0.5
+SMALLER = dict.fromkeys(channel_nets.ARCHITECTURES, 0.62) | {  # share of the parameters left at ratio 0.5
     "lstm": 1.01,  # no rule for recurrent layers yet: they stay whole
     "mixer": 0.8,  # the tokens are mixed by layers whose channels pass by
     "flat": 0.75,
@@ -28,9 +28,9 @@ def count(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5, 0.9])
-@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+@pytest.mark.parametrize("name", channel_nets.ARCHITECTURES)
 def test_cut_equals_masked(name, ratio):
-    make, data = architectures.ARCHITECTURES[name]
+    make, data = channel_nets.ARCHITECTURES[name]
     torch.manual_seed(0)
     net, x = randomise(make()), data()
     before = pickle.dumps(net.state_dict())
@@ -47,9 +47,9 @@ def test_cut_equals_masked(name, ratio):
         assert count(compact) <= SMALLER[name] * count(net), walk.labels.why_fixed
 
 
-@pytest.mark.parametrize("name", architectures.ARCHITECTURES)
+@pytest.mark.parametrize("name", channel_nets.ARCHITECTURES)
 def test_smaller_model_trains_pickles_and_takes_another_batch_size(name):
-    make, data = architectures.ARCHITECTURES[name]
+    make, data = channel_nets.ARCHITECTURES[name]
     torch.manual_seed(0)
     x = data()
     small = prune(randomise(make()), x, ratio=0.5)
@@ -61,17 +61,17 @@ def test_smaller_model_trains_pickles_and_takes_another_batch_size(name):
 
 
 def test_user_class_stays_where_its_code_has_no_sizes():
-    make, data = architectures.ARCHITECTURES["unet"]
-    assert type(prune(make(), data(), ratio=0.5)) is architectures.UNet
-    make, data = architectures.ARCHITECTURES["vit"]
+    make, data = channel_nets.ARCHITECTURES["unet"]
+    assert type(prune(make(), data(), ratio=0.5)) is channel_nets.UNet
+    make, data = channel_nets.ARCHITECTURES["vit"]
     assert (
-        type(prune(make(), data(), ratio=0.5)) is not architectures.ViT
+        type(prune(make(), data(), ratio=0.5)) is not channel_nets.ViT
     )  # its heads are written into the code
 
 
 @pytest.mark.parametrize("name", ["residual", "vit", "dense", "depthwise"])
 def test_budgets(name):
-    make, data = architectures.ARCHITECTURES[name]
+    make, data = channel_nets.ARCHITECTURES[name]
     torch.manual_seed(0)
     net, x = randomise(make()), data()
     cost = macs(walk_of(net, x))
@@ -82,18 +82,18 @@ def test_budgets(name):
 
 
 def test_round_to():
-    make, data = architectures.ARCHITECTURES["plain"]
+    make, data = channel_nets.ARCHITECTURES["plain"]
     small = sparsebit.prune(randomise(make()), data(), 0.4, round_to=4)
     kept = [m.out_channels for m in small.modules() if isinstance(m, torch.nn.Conv2d)]
     assert kept == [8, 8, 12] and all(n % 4 == 0 for n in kept)
 
 
 def test_the_smallest_filters_go():
-    net = randomise(architectures.ARCHITECTURES["plain"][0]())
+    net = randomise(channel_nets.ARCHITECTURES["plain"][0]())
     first = net.body[0][0]
     with torch.no_grad():
         first.weight[[1, 4, 6]] *= 1e-3
-    small = sparsebit.prune(net, architectures.image(), 0.375)
+    small = sparsebit.prune(net, channel_nets.image(), 0.375)
     kept = [i for i in range(8) if any(torch.equal(first.weight[i], w) for w in small.body[0][0].weight)]
     assert kept == [0, 2, 3, 5, 7]
 
@@ -109,6 +109,6 @@ def test_the_smallest_filters_go():
     ],
 )
 def test_bad_input(options, message):
-    make, data = architectures.ARCHITECTURES["plain"]
+    make, data = channel_nets.ARCHITECTURES["plain"]
     with pytest.raises(ConfigError, match=message):
         sparsebit.prune(make(), data(), **options)

@@ -24,8 +24,10 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.lanes import Batch, Lane, Store
 from sparsebit.graph.ops import module_of
 from sparsebit.quantization.modules import QuantOpr, quant_mode
+from sparsebit.quantization.observers.ranks import world_size
 from sparsebit.quantization.quantizers.adaround import AdaRoundQuantizer
 from sparsebit.quantization.tools.blocks import Unit, find_units
+from sparsebit.quantization.tools.distributed import of_first_rank
 from sparsebit.quantization.tools.unit_learning import Samples, State, UnitLearning, weight_quantizer
 
 log = logging.getLogger("sparsebit")
@@ -105,6 +107,10 @@ def _do(unit: Unit, walk: _Walk, index: int, finished: Finished | None, show: An
         return known
     steps = work.options.steps
     errors = work.run(lambda step, loss: show(index + step / steps, f"{unit.name}: loss {loss:.3f}"))
+    if world_size() > 1:  # every rank learned from its own batches: the first one's weights are everybody's
+        state = State(work.modules)
+        state.values, errors = of_first_rank((state.values, errors), state.values[0].device)
+        state.restore()
     if finished is not None:
         finished.save(index, key, work, errors)
     return errors
