@@ -26,7 +26,8 @@ CLASSIC = {  # what the original's YAML files say: no bias correction, weights b
 }
 
 
-BEST_TOP1 = "w8a8, W mse, no EQUALIZE, no QADD"
+NO_QADD = ("W.OBSERVER.TYPE", "mse", "SCHEDULE.EQUALIZE", False, "A.QADD.ENABLE_QUANT", False)
+BEST_TOP1 = "w8a8, W mse, no EQUALIZE, no QADD, virtual"
 
 
 def with_observer(name: str, *overrides: object) -> sparsebit.QuantConfig:
@@ -72,9 +73,8 @@ def mobilenet_configs() -> dict[str, object]:
         "w8a8, W mse, MIN_VALUES 1": sparsebit.QuantConfig.load("w8a8").override(
             "A.OBSERVER.MEAN_MINMAX.MIN_VALUES", 1, "W.OBSERVER.TYPE", "mse"
         ),
-        BEST_TOP1: sparsebit.QuantConfig.load("w8a8").override(
-            "W.OBSERVER.TYPE", "mse", "SCHEDULE.EQUALIZE", False, "A.QADD.ENABLE_QUANT", False
-        ),
+        BEST_TOP1: sparsebit.QuantConfig.load("w8a8").override(*NO_QADD, "BACKEND", "virtual"),
+        "w8a8, W mse, no EQUALIZE, no QADD": sparsebit.QuantConfig.load("w8a8").override(*NO_QADD),
         "w8a8-tensorrt": "w8a8-tensorrt",
     }
     for scheme in ("affine", "symmetric"):
