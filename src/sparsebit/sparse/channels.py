@@ -7,6 +7,7 @@ cuts, and where.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,17 +43,14 @@ class Walk:
     values: dict[fx.Node, Any] = field(default_factory=dict)  # what each node computed
     of: dict[fx.Node, Any] = field(default_factory=dict)  # its labels, in the same structure
     slices: dict[tuple[str, int], Slice] = field(default_factory=dict)
-    sizes: list[tuple[str, str, Tensor, int]] = field(
-        default_factory=list
-    )  # module path, attribute, labels, per
+    sizes: list[tuple[str, str, Tensor]] = field(default_factory=list)  # module path, attribute, labels
     normed: dict[str, Tensor] = field(default_factory=dict)  # layer norms: statistics are over what is kept
     _indexed: list[tuple[fx.Node, Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
         walk = cls(gm, example)
-        with torch.no_grad():
-            _Walker(walk).run_example()
+        run_bound(_Walker(walk), walk)
         walk._settle()
         return walk
 
@@ -85,9 +83,9 @@ class Walk:
         if known.labels is not labels:
             self.labels.join(known.labels, labels)
 
-    def size(self, module: str, attribute: str, labels: Tensor, per: int = 1) -> None:
-        """The attribute is the number of `labels` that are kept, divided by `per`."""
-        self.sizes.append((module, attribute, labels, per))
+    def size(self, module: str, attribute: str, labels: Tensor) -> None:
+        """The attribute is the number of `labels` that are kept."""
+        self.sizes.append((module, attribute, labels))
 
     def must_not_vary(self, node: fx.Node, labels: Tensor, axis: int) -> None:
         """A position is taken from `axis`: nothing may be cut from it. Looked at in the end."""
@@ -108,26 +106,17 @@ class Walk:
                 if len(axes) > 1:
                     self.labels.along(labels, max(axes, key=lambda d: self._parts(labels, d)))
                     changed = True
-            for cut in self._parameters():
-                changed |= self._one_axis(cut)
+        for node in self.gm.graph.nodes:  # parameters that the graph reads by itself
+            read = self.of[node]
+            if node.op == "get_attr" and isinstance(read, Tensor):
+                for axis in self.labels.varies(read):
+                    self.slice(str(node.target), axis, self.labels.along(read, axis))
 
     def _parts(self, labels: Tensor, axis: int) -> int:
         """How many parts would be left to choose from along `axis`, if the other axes were joined."""
         trial = Labels()
         trial._parent, trial._flat = self.labels._parent.clone(), self.labels._flat
         return len(trial.roots(trial.along(labels, axis)).unique())
-
-    def _parameters(self) -> list[fx.Node]:
-        return [n for n in self.gm.graph.nodes if n.op == "get_attr" and isinstance(self.of.get(n), Tensor)]
-
-    def _one_axis(self, node: fx.Node) -> bool:
-        """A parameter that the graph reads by itself is cut along the axis that its labels vary on."""
-        labels = self.of[node]
-        for axis in self.labels.varies(labels):
-            self.slices.setdefault(
-                (str(node.target), axis), Slice(str(node.target), axis, self.labels.along(labels, axis))
-            )
-        return False
 
     # -- results -------------------------------------------------------------------------------------
     def keeps(self, labels: Tensor, dropped: Tensor) -> Tensor:
@@ -150,20 +139,21 @@ class Walk:
         return [torch.tensor(sorted(roots)) for roots in found.values()]
 
 
+def run_bound(interpreter: fx.Interpreter, walk: Walk) -> Any:
+    """Run a graph with the signature of `walk.gm` on its example."""
+    args, kwargs = walk.example
+    bound = inspect.signature(walk.gm.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    with torch.no_grad():
+        return interpreter.run(*bound.arguments.values())
+
+
 class _Walker(fx.Interpreter):
     """Runs the example and the rules, node by node."""
 
     def __init__(self, walk: Walk):
         super().__init__(walk.gm, garbage_collect_values=False)
         self.walk = walk
-
-    def run_example(self) -> None:
-        import inspect
-
-        args, kwargs = self.walk.example
-        bound = inspect.signature(self.walk.gm.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self.run(*bound.arguments.values())
 
     def run_node(self, n: fx.Node) -> Any:
         walk = self.walk

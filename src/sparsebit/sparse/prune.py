@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse import allocate
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.surgery import Cut, check_equal
+
+log = logging.getLogger("sparsebit")
 
 
 def walk_of(model: nn.Module, example: Any) -> Walk:
@@ -76,7 +79,8 @@ def _as_written(model: nn.Module, cut: Cut, compact: fx.GraphModule) -> nn.Modul
         cut.cut_parameters(own)
         with torch.no_grad():
             got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m in (own, compact.eval()))
-    except Exception:  # a size in its code, or a path that only the graph has
+    except Exception as error:  # a size in its code, or a path that only the graph has
+        log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, error)
         return compact
     tensors = [(a, b) for a, b in zip(got, want) if isinstance(a, Tensor)]
     same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in tensors)

@@ -7,7 +7,6 @@ node before a compact model is handed out.
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
-from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.channels import Walk, run_bound
 from sparsebit.sparse.literals import rewrite
 
 TOLERANCE = 1e-5  # of the largest value
@@ -70,7 +69,7 @@ class Cut:
         """Really smaller."""
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
-        _Rewriter(self, gm).run_example()
+        run_bound(_Rewriter(self, gm), self.walk)
         for node in gm.graph.nodes:
             node.type = None  # annotations as strings cannot be pickled
         gm.graph.lint()
@@ -96,8 +95,8 @@ class Cut:
                 for name, value in names.items():
                     if value is not None and id(value) in new:
                         names[name] = new[id(value)]
-        for path, attribute, labels, per in self.walk.sizes:
-            left = int(self.keeps(labels).sum()) // per
+        for path, attribute, labels in self.walk.sizes:
+            left = int(self.keeps(labels).sum())
             setattr(
                 model.get_submodule(path), attribute, (left,) if attribute == "normalized_shape" else left
             )
@@ -131,9 +130,6 @@ class _Rewriter(fx.Interpreter):
         self.cut = cut
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
 
-    def run_example(self) -> None:
-        run_bound(self, self.cut.walk)
-
     def run_node(self, n: fx.Node) -> Any:
         old = self.old[n.name]
         if n.op.startswith("call"):
@@ -154,14 +150,6 @@ class _Rewriter(fx.Interpreter):
                     f"was expected; its channel rule, or the size it is given, does not follow the channels"
                 )
         return value
-
-
-def run_bound(interpreter: fx.Interpreter, walk: Walk) -> Any:
-    args, kwargs = walk.example
-    bound = inspect.signature(walk.gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    with torch.no_grad():
-        return interpreter.run(*bound.arguments.values())
 
 
 class _Values(fx.Interpreter):

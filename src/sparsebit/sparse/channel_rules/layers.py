@@ -36,23 +36,11 @@ def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) ->
         return _depthwise(walk, node, module, ins, o)
     if groups > 1:  # the same position of every group goes, so that groups stay equally large
         walk.labels.join(ins.view(groups, -1), ins.view(groups, -1)[:1])
-    outs, out = (
-        _out(walk, node, module.out_channels // (groups if o else 1), 1)
-        if groups == 1
-        else _grouped(walk, node, module)
-    )
-    if groups == 1:
-        walk.slice(f"{path}.weight", o, outs, produces=True)
-        walk.slice(f"{path}.weight", i, ins)
-        walk.size(path, "in_channels", ins)
-    elif o == 0:
-        walk.slice(f"{path}.weight", 0, outs, produces=True)
-        walk.slice(f"{path}.weight", 1, ins.view(groups, -1)[0])
-        walk.size(path, "in_channels", ins)
-    else:
-        walk.slice(f"{path}.weight", 0, ins)
-        walk.slice(f"{path}.weight", 1, outs.view(groups, -1)[0], produces=True)
-        walk.size(path, "in_channels", ins)
+    outs, out = _out(walk, node, module.out_channels, 1) if groups == 1 else _grouped(walk, node, module)
+    one_group = {o: outs.view(groups, -1)[0], i: ins.view(groups, -1)[0]}  # what axis 1 of the weight holds
+    walk.slice(f"{path}.weight", o, one_group[o] if o else outs, produces=True)
+    walk.slice(f"{path}.weight", i, one_group[i] if i else ins)
+    walk.size(path, "in_channels", ins)
     _bias(walk, node, module, outs)
     walk.size(path, "out_channels", outs)
     return out
