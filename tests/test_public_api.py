@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from models import images, small_net
-from sparsebit.errors import NotReadyError
 
 IMPORTS = {
     "sparsebit": "quantize prune QuantModel QuantConfig __version__",
@@ -296,10 +295,10 @@ def test_enums():
     assert get_qscheme("per-channel-symmetric") == torch.per_channel_symmetric
 
 
-def test_what_is_not_there_yet_says_so():
+def test_pruning_by_the_old_calls():
     from sparsebit.sparse import SparseModel, parse_sconfig
 
-    with pytest.raises(NotReadyError, match="not part of this release"):
-        SparseModel(
-            small_net(), parse_sconfig({"SPARSER": {"TYPE": "structed", "STRATEGY": "l1norm", "RATIO": 0.5}})
-        )
+    config = parse_sconfig({"SPARSER": {"TYPE": "structed", "STRATEGY": "l1norm", "RATIO": 0.5}})
+    smodel = SparseModel(small_net(), config)
+    smodel.calc_params()
+    assert smodel(torch.randn(2, 3, 8, 8)).shape == (2, 10)

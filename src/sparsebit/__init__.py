@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
-__all__ = ["QuantConfig", "QuantModel", "__version__", "preflight", "prune", "qat", "quantize", "verify"]
+__all__ = [
+    "QuantConfig",
+    "QuantModel",
+    "SparseModel",
+    "__version__",
+    "preflight",
+    "prune",
+    "qat",
+    "quantize",
+    "verify",
+]
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,6 +27,7 @@ if TYPE_CHECKING:
     from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.quant_config import QuantConfig
     from sparsebit.quantization.tools.preflight import Preflight
+    from sparsebit.sparse import SparseModel
 
 
 def quantize(
@@ -29,8 +40,8 @@ def quantize(
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
     progress  show a progress bar; None: only on a terminal.
     """
+    from sparsebit.graph.feeding import first_of
     from sparsebit.quantization import QuantModel
-    from sparsebit.quantization.feeding import first_of
 
     example, batches = first_of(batches)
     qmodel = QuantModel(model, config, example=example).calibrate(batches, asym=asym, progress=progress)
@@ -53,20 +64,44 @@ def prune(
     *,
     macs: float | None = None,
     params: float | None = None,
+    latency: float | None = None,
+    sparser: str = "l1norm",
+    batches: Any = None,
+    loss: Any = None,
+    scope: str = "layer",
     round_to: int = 1,
+    config: Any = None,
 ) -> nn.Module:
-    """A smaller copy of `model`, checked on `example`: channels with small weights are removed from every layer.
+    """A smaller copy of `model`, checked on `example`: the channels that matter least are removed.
 
     ratio     the share of channels that goes (0.5 if nothing is said), or
-    macs      the share of multiplications that stays, or
-    params    the share of parameters that stays.
+    macs, params, latency   the share of multiplications, parameters, or time on this machine that stays.
+    sparser   what decides: l1norm, l2norm, fpgm, lamp, slimming, random; with data: hrank, wanda; with data and a
+              loss: taylor, fisher.
+    batches   for those: inputs, or (inputs, target); loss(output, target), cross entropy if nothing is said.
+    scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
+    config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to and ratio.
 
-    It has the model's own class where its code has no sizes of its own, else it is a traced graph.
+    It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`
+    says what is left of each layer, and applies the same cut to a fresh model.
     """
     from sparsebit.sparse.prune import prune as cut
 
-    return cut(model, example, ratio, macs=macs, params=params, round_to=round_to)
+    return cut(
+        model,
+        example,
+        ratio,
+        macs=macs,
+        params=params,
+        latency=latency,
+        sparser=sparser,
+        batches=batches,
+        loss=loss,
+        scope=scope,
+        round_to=round_to,
+        config=config,
+    )
 
 
 def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:
@@ -86,6 +121,10 @@ def __getattr__(name: str) -> Any:
         from sparsebit.quantization.quant_config import QuantConfig
 
         return QuantConfig
+    if name == "SparseModel":
+        from sparsebit.sparse import SparseModel
+
+        return SparseModel
     if name == "qat":
         from sparsebit.quantization import qat
 

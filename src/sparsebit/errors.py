@@ -30,7 +30,3 @@ class CalibrationError(SparsebitError, RuntimeError):
 
 class ExportError(SparsebitError, RuntimeError):
     """A model that cannot be written, or a file that does not do what the model did."""
-
-
-class NotReadyError(SparsebitError, NotImplementedError):
-    """A public name of the original project whose work has not landed yet."""

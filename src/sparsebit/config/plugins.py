@@ -1,4 +1,4 @@
-"""A section with a TYPE, where every registered plug-in brings the options of a sub-section of its own.
+"""A section with a TYPE (or another key that selects), where every registered plug-in brings the options of a sub-section of its own.
 
 `OBSERVER: {TYPE: percentile, PERCENTILE: {ALPHA: 0.01}}` is checked against `Params` of the class that is
 registered as "percentile", so a new plug-in needs no edit here.
@@ -6,7 +6,7 @@ registered as "percentile", so a new plug-in needs no edit here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
 
@@ -38,8 +38,7 @@ Section = type[Config]  # inside the class below, `type` is an option
 class PluginConfig(Config):
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_read_params)]]
-
-    type: str
+    selector: ClassVar[str] = "type"  # the option that names the plug-in; subclasses define it
 
     @classmethod
     def registry(cls) -> Registry[Any]:
@@ -49,17 +48,19 @@ class PluginConfig(Config):
     @property
     def plugin(self) -> Any:
         """The class that TYPE names."""
-        return self.registry()[self.type]
+        return self.registry()[getattr(self, self.selector)]
 
     def params(self, name: str | None = None) -> Any:
         """Options of the selected plug-in, or of the one called `name`; defaults where nothing was given."""
-        name = str(plain_name(name or self.type))
+        name = str(plain_name(name or getattr(self, self.selector)))
         given = (self.__pydantic_extra__ or {}).get(name)
         return given if given is not None else _params_class(self.registry()[name])()
 
-    @field_validator("type")
+    @field_validator("*")
     @classmethod
-    def _registered(cls, value: str) -> str:
+    def _registered(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name != cls.selector:
+            return value
         registry = cls.registry()
         if value not in registry:
             raise ConfigError(f"{value!r} is not a registered {registry.what}{registry.hint(value)}")
@@ -100,7 +101,7 @@ class PluginConfig(Config):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         section = super().json_schema()
-        kind = section["properties"]["TYPE"]
+        kind = section["properties"][cls.selector.upper()]
         kind.update(schema.any_case(map(str, cls.registry())))
         del kind["type"]
         section["properties"] |= {name: params.json_schema() for name, params in cls._sections().items()}

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, Rows
 from sparsebit.export.marks import Mark
 from sparsebit.export.runtime import Array
 from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
@@ -22,9 +23,7 @@ from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
 if TYPE_CHECKING:
     from sparsebit.export.lowered import Site
 
-FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
 MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
-NOISE = 1e-5
 ABOVE_FLOOR, QUIET = 6.0, -40.0  # dB: what is worth a remark end to end, and what never is
 
 
@@ -76,55 +75,12 @@ class QuantizerCheck:
 
 
 @dataclass
-class EndToEnd:
-    """Outputs of two runs of the same model on the same batches."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    largest: float = 0.0
-    labels: int = 0
-    labels_differ: int = 0
-
-    def add(self, expected: list[Array], got: list[Array]) -> None:
-        if [e.shape for e in expected] != [g.shape for g in got]:
-            self.noise = self.largest = float("inf")
-            return
-        for e, g in zip(expected, got):
-            apart = difference(e, g)
-            self.signal += float((np.nan_to_num(e, posinf=0, neginf=0).astype(np.float64) ** 2).sum())
-            self.noise += float((apart**2).sum())
-            self.largest = max(self.largest, float(apart.max(initial=0)))
-        if expected and expected[0].ndim >= 2 and expected[0].shape[-1] > 1:
-            a, b = expected[0].argmax(-1), got[0].argmax(-1)
-            self.labels += a.size
-            self.labels_differ += int((a != b).sum())
-
-    @property
-    def noise_db(self) -> float:
-        """Noise against signal: the lower the better; -inf is equal."""
-        if not self.noise:
-            return float("-inf")
-        return float(10 * np.log10(self.noise / self.signal)) if self.signal else float("inf")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "noise_db": self.noise_db,
-            "largest_difference": self.largest,
-            "labels": self.labels,
-            "labels_differ": self.labels_differ,
-        }
-
-
-@dataclass
-class Certificate:
-    """What was compared, and whether it holds."""
+class Certificate(Comparison):
+    """What was compared of a quantized model, and whether it holds."""
 
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
     output_error: float = 0.0  # of the outputs in (a), as a share of the largest value
-    runtime: EndToEnd = field(default_factory=EndToEnd)  # (b)
-    floor: EndToEnd = field(default_factory=EndToEnd)  # (c)
     order: list[str] = field(default_factory=list)
-    rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
 
     @property
     def codes(self) -> int:
@@ -133,6 +89,10 @@ class Certificate:
     @property
     def at_boundary(self) -> int:
         return sum(q.at_boundary for q in self.quantizers.values())
+
+    @property
+    def wrong(self) -> int:
+        return sum(q.wrong for q in self.quantizers.values())
 
     def remarks(self) -> list[str]:
         """(b) judged against (c)."""
@@ -145,7 +105,6 @@ class Certificate:
         ]
 
     def failures(self) -> list[str]:
-        """What does not hold, in the order of the graph: the first is where it starts."""
         found = []
         for name in self.order:
             check = self.quantizers[name]
@@ -164,40 +123,17 @@ class Certificate:
             )
         return found
 
+    def as_dict(self) -> dict[str, Any]:
+        local = {
+            "quantizers": len(self.quantizers),
+            "codes": self.codes,
+            "wrong": self.wrong,
+            "at_boundary": self.at_boundary,
+            "output_error": self.output_error,
+        }
+        return {"local": local, **super().as_dict()}
 
-def difference(a: Array, b: Array) -> Array:
-    """|a - b|; equal infinities and NaN in the same place are no difference, NaN in one of them is infinite."""
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(a.astype(np.float64) - b)
-    apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
-    return np.nan_to_num(apart, nan=np.inf)
-
-
-def check_output(expected: list[Array], got: list[Array]) -> float:
-    """The largest difference as a share of the largest value."""
-    if [e.shape for e in expected] != [g.shape for g in got]:
-        return float("inf")
-    worst = 0.0
-    for e, g in zip(expected, got):
-        if e.size:
-            finite = np.abs(np.nan_to_num(e, posinf=0, neginf=0)).max()
-            worst = max(worst, float(difference(e, g).max()) / max(float(finite), 1e-12))
-    return worst
-
-
-def disturbed(value: Any, seed: int = 0) -> Any:
-    """The same arguments, floats moved by noise of 1e-5 of their size."""
-    from torch.utils import _pytree as pytree
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def move(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        noise = torch.randn(x.shape, generator=generator).to(x)
-        return x + noise * NOISE * x.abs().max().clamp_min(1e-12)
-
-    return pytree.tree_map_only(Tensor, move, value)
-
-
-__all__ = ["Certificate", "EndToEnd", "QuantizerCheck", "check_output", "difference", "disturbed"]
+    def rows(self) -> Rows:
+        rounding = f"{self.at_boundary} codes on a boundary, outputs within {self.output_error:.1e}"
+        checked = f"{len(self.quantizers)} checked, {self.wrong} of {self.codes} codes wrong"
+        return [("each quantizer", checked), ("float rounding", rounding)]

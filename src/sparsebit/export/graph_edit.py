@@ -106,3 +106,20 @@ def module_of(node: ir.Node) -> str:
         return node.metadata_props[MODULE]
     names = [s.strip(" '\"") for s in node.metadata_props.get(SCOPES, "").strip("[]").split(",")]
     return next((n for n in reversed(names[:-1]) if n), None) or str(node.name)
+
+
+def clean(model: ir.Model) -> None:
+    """Drop what nobody reads, and stack traces of this machine; the module of each node stays."""
+    import onnx_ir.passes.common as common
+
+    common.RemoveUnusedNodesPass()(model)
+    for node in model.graph:
+        known = {key: text for key, text in node.metadata_props.items() if key.startswith("sparsebit.")}
+        path = module_of(node)
+        node.metadata_props.clear()
+        node.metadata_props.update({MODULE: path} | known if path != node.name else known)
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.graph.metadata_props.clear()

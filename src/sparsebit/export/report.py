@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebit.export.certify import Certificate, EndToEnd
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ExportError
+from sparsebit.export import files
+from sparsebit.export.end_to_end import Comparison, EndToEnd
 
 
 @dataclass
@@ -18,7 +23,7 @@ class ExportReport:
     opset: int
     opset_reason: str
     bytes: int
-    certificate: Certificate
+    certificate: Comparison
     quantizers: dict[str, dict[str, str]] = field(default_factory=dict)  # by name: bits, scheme, module, kind
     integer: Counter[str] = field(default_factory=Counter)  # ops of the optimised graph
     floating: dict[str, int] = field(default_factory=dict)
@@ -39,15 +44,7 @@ class ExportReport:
             "bytes": self.bytes,
             "ok": self.ok,
             "failures": c.failures(),
-            "local": {
-                "quantizers": len(c.quantizers),
-                "codes": c.codes,
-                "wrong": sum(q.wrong for q in c.quantizers.values()),
-                "at_boundary": c.at_boundary,
-                "output_error": c.output_error,
-            },
-            "end_to_end": c.runtime.as_dict(),
-            "noise_floor": c.floor.as_dict(),
+            **c.as_dict(),
             "other_runtimes": {name: run.as_dict() for name, run in self.others.items()},
             "integer_ops": dict(self.integer),
             "float_ops": self.floating,
@@ -58,27 +55,22 @@ class ExportReport:
 
     def summary(self) -> str:
         """The few figures that the file itself carries."""
-        known = self.as_dict()
-        return json.dumps(
-            {key: known[key] for key in ("ok", "local", "end_to_end", "noise_floor")}, default=str
-        )
+        return _json({"ok": self.ok, **self.certificate.as_dict()})
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_dict(), indent=1, default=str) + "\n", encoding="utf-8")
+        path.write_text(_json(self.as_dict(), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
         c = self.certificate
-        wrong = sum(q.wrong for q in c.quantizers.values())
+        kernels = (("integer kernels", _counts(self.integer)), ("float kernels", _counts(self.floating)))
         rows = [
             ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
-            ("each quantizer", f"{len(c.quantizers)} checked, {wrong} of {c.codes} codes wrong"),
-            ("float rounding", f"{c.at_boundary} codes on a boundary, outputs within {c.output_error:.1e}"),
+            *c.rows(),
             ("as users run it", _end_to_end(c.runtime)),
             *((f"in {name}", _end_to_end(run)) for name, run in self.others.items()),
             ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5)"),
-            ("integer kernels", _counts(self.integer)),
-            ("float kernels", _counts(self.floating)),
+            *(kernels if self.quantizers else ()),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),
         ]
@@ -94,3 +86,24 @@ def _end_to_end(run: Any) -> str:
 
 def _counts(counts: Any) -> str:
     return ", ".join(f"{n} {op}" for op, n in sorted(counts.items())) or "none"
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON has no infinity: it is written as text."""
+    plain = pytree.tree_map_only(float, lambda x: x if math.isfinite(x) else str(x), value)
+    return json.dumps(plain, indent=indent, default=str, allow_nan=False)
+
+
+def settle(report: ExportReport, draft: Path, path: Path) -> None:
+    """A file that holds takes its place; one that does not is kept apart, and says where it starts."""
+    files.add_metadata(draft, "sparsebit.certificate", report.summary())
+    report.path, report.bytes = str(path), files.size_of(draft)
+    if report.ok:
+        files.accept(draft, path)
+        report.save(path.with_suffix(".report.json"))
+        return
+    failed = files.set_apart(draft, path)
+    report.path = str(failed)
+    report.save(failed.with_suffix(".report.json"))
+    first = report.certificate.failures()[0]
+    raise ExportError(f"the file does not do what the model does; it starts at {first}\n  kept as {failed}")

@@ -18,6 +18,13 @@ from sparsebit.errors import ExportError
 
 
 def to_onnx(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opset: int, **options: Any
+) -> Any:
+    """An onnx_ir.Model of `model`; the caller has put it into eval and export mode."""
+    return to_program(model, args, kwargs, opset, **options).model
+
+
+def to_program(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -28,7 +35,7 @@ def to_onnx(
     dynamic_shapes: Any = None,
     verbose: bool = False,
 ) -> Any:
-    """An onnx_ir.Model of `model`; the caller has put it into eval and export mode."""
+    """A torch.onnx.ONNXProgram: the graph and the exported program that it was made from."""
     require("onnx", "onnxscript", "onnx_ir")
     named = named_inputs(model, args, kwargs)
     if dynamic_axes and dynamic_shapes is None:
@@ -51,7 +58,7 @@ def to_onnx(
     except Exception as error:
         raise ExportError(_explain(error, model)) from error
     assert program is not None
-    return program.model
+    return program
 
 
 def require(*packages: str) -> None:
@@ -150,8 +157,13 @@ def _module_path(error: BaseException, model: nn.Module) -> str:
                 continue
             if node.op == "call_module":
                 return str(paths.get(str(node.target), node.target))
-            stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]
+            stack = modules_around(node)
             known = [paths[path] for path in stack if path in paths]
             if known or stack:
                 return str((known or stack)[-1])
     return ""
+
+
+def modules_around(node: fx.Node) -> list[str]:
+    """The paths of the modules that a node of an exported program is in, the innermost last."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values() if path]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebit.errors import ExportError
 from sparsebit.export.marks import Mark, Marks
 
 LOWEST_OPSET, HIGHEST_OPSET = 18, 25  # LOWEST: of torch's exporter
@@ -31,6 +32,15 @@ def container(mark: Mark) -> np.dtype[Any]:
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
+
+
+def exporter_opset(asked: int) -> tuple[int, str]:
+    """The opset that torch's exporter writes, and why: the lowest it knows, never lower than asked."""
+    if not 1 <= asked <= HIGHEST_OPSET:
+        raise ExportError(f"opset_version: {asked} is not between 1 and {HIGHEST_OPSET}")
+    if asked >= LOWEST_OPSET:
+        return asked, "as asked"
+    return LOWEST_OPSET, f"{asked} was asked; {LOWEST_OPSET} is the lowest that torch's exporter writes"
 
 
 def opset_for(marks: Marks) -> int:

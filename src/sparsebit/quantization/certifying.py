@@ -9,22 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from sparsebit.export import openvino_runtime, runtime
-from sparsebit.export.certify import (
-    FLOAT_ROUNDING,
-    Certificate,
-    EndToEnd,
-    QuantizerCheck,
-    check_output,
-    disturbed,
-)
+from sparsebit.export.calls import Call, evaluating
+from sparsebit.export.certify import Certificate, QuantizerCheck
+from sparsebit.export.end_to_end import EndToEnd, answers, check_output, rounding_of
 from sparsebit.export.marks import Mark
 from sparsebit.export.report import ExportReport
 from sparsebit.numeric import fake_quantize
-from sparsebit.quantization.exporting import Call, evaluating, exporting, with_bias
+from sparsebit.quantization.exporting import exporting, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
 from sparsebit.quantization.quantizers import Quantizer
 
@@ -38,9 +32,7 @@ def certify(
     qmodel: Any, file: Path, calls: list[Call], more: list[Call], marks: Mapping[str, Mark], lowered: Any
 ) -> ExportReport:
     """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
-    kinds = {p.dtype for p in qmodel.parameters() if p.is_floating_point()}
-    coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
-    certificate = Certificate(rounding=max(FLOAT_ROUNDING, 8 * coarsest))
+    certificate = Certificate(rounding=rounding_of(qmodel))
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
     check_end_to_end(qmodel, file, [*calls, *more], certificate)
@@ -60,8 +52,10 @@ def second_opinion(qmodel: Any, file: Path, calls: list[Call], report: ExportRep
         return
     other = report.others["openvino"] = EndToEnd()
     run = openvino_runtime.OpenvinoSession(file)
-    for args, kwargs, expected in expected_outputs(qmodel, calls):
-        other.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
+    with quantized(qmodel):
+        for args, kwargs in calls:
+            expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
+            other.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
 
 
 def check_locally(
@@ -109,34 +103,15 @@ def output_names(file: Path) -> list[str]:
 
 def check_end_to_end(qmodel: Any, file: Path, calls: list[Call], certificate: Certificate) -> None:
     """(b) the file as users run it, and (c) the model against itself with its input moved a little."""
-    run = runtime.session(file)
-    for args, kwargs, expected in expected_outputs(qmodel, calls):
-        certificate.runtime.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
-        args, kwargs = disturbed((args, kwargs))
-        with disturbed_lookups(qmodel.model):
-            certificate.floor.add(expected, runtime.torch_outputs(qmodel.model(*args, **kwargs)))
+    layers = [m for m in qmodel.model.modules() if isinstance(m, Opr)]
+    with quantized(qmodel):
+        for expected, got, moved in answers(qmodel.model, runtime.session(file), calls, layers):
+            certificate.runtime.add(expected, got)
+            certificate.floor.add(expected, moved)
 
 
 @contextmanager
-def disturbed_lookups(model: nn.Module) -> Iterator[None]:
-    """Words are no floats that could be moved: move what the first layers make of them."""
-
-    def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        is_lookup = given and not any(t.is_floating_point() for t in given)
-        return disturbed(out) if is_lookup else out
-
-    oprs = [m for m in model.modules() if isinstance(m, Opr)]
-    handles = [m.register_forward_hook(move, with_kwargs=True) for m in oprs]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def expected_outputs(qmodel: Any, calls: list[Call]) -> Iterator[tuple[Any, Any, list[runtime.Array]]]:
-    """Each call with what the quantized model answers; the model stays quantized until the next one."""
+def quantized(qmodel: Any) -> Iterator[None]:
+    """The mode in which the model is compared."""
     with torch.no_grad(), evaluating(qmodel), quant_mode(qmodel.model, w=True, a=True):
-        for args, kwargs in calls:
-            yield args, kwargs, runtime.torch_outputs(qmodel.model(*args, **kwargs))
+        yield

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsebit.errors import SparsebitError
 from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.utils.files import write_whole
 
 WEIGHTS, CONFIG = "model.safetensors", "qconfig.yaml"
 
@@ -24,8 +23,8 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
     state = {name: _alone(value) for name, value in qmodel.state_dict().items()}
     changed = {name: [q.bit, q.absorbed, q.is_symmetric, q.use_quant] for name, q in _all_quantizers(qmodel)}
     about = {"quantizers": changed, "training": qmodel.training}
-    _write(folder / WEIGHTS, save(state, {"sparsebit": json.dumps(about)}))
-    _write(folder / CONFIG, qmodel.cfg.dump().encode())
+    write_whole(folder / WEIGHTS, save(state, {"sparsebit": json.dumps(about)}))
+    write_whole(folder / CONFIG, qmodel.cfg.dump().encode())
 
 
 def load_checkpoint(build: Callable[[Path], Any], folder: Path) -> Any:
@@ -62,15 +61,3 @@ def _all_quantizers(qmodel: nn.Module) -> list[tuple[str, Quantizer]]:
 def _alone(x: Tensor) -> Tensor:
     """Tied weights are written once per name: safetensors refuses tensors that share memory."""
     return x.detach().to("cpu", copy=True).contiguous()
-
-
-def _write(path: Path, data: bytes) -> None:
-    """All or nothing: an interrupted save leaves the old file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
+from sparsebit.export.calls import call_of, calls_of, evaluating
 from sparsebit.export.marks import Mark, emit
-from sparsebit.export.report import ExportReport
+from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
-from sparsebit.quantization.feeding import as_call, signature_of
+from sparsebit.graph.feeding import signature_of
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def export_onnx(
@@ -42,7 +40,8 @@ def export_onnx(
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
     marks = collect_marks(qmodel)
     refuse_problems(runtime, marks)
-    args, kwargs = call_of(qmodel, dummy)
+    signature = signature_of(qmodel)
+    args, kwargs = call_of(dummy, signature, qmodel.device)
     extra_info = options.pop("extra_info", False)
     opset, reason = runtime.opset(marks, options.pop("opset_version", 13))
     with exporting(qmodel, lambda q, x: emit(x if marks[q.name].is_weight else q.transform(x), q.name)):
@@ -52,18 +51,12 @@ def export_onnx(
     finish(graph, marks, runtime, lowered)
     with files.drafting(path) as draft:
         files.write(graph, draft)
-        calls, more = [(args, kwargs)], calls_of(qmodel, batches)
+        calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
         report = certify(qmodel, draft, calls, more, marks, lowered)
         if runtime.TYPE == "openvino":
             second_opinion(qmodel, draft, [*calls, *more], report)
-        report.path, report.backend, report.opset, report.opset_reason = (
-            str(path),
-            runtime.TYPE,
-            opset,
-            reason,
-        )
+        report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
         report.why_float = why
-        files.add_metadata(draft, "sparsebit.certificate", report.summary())
         settle(report, draft, path)
     if extra_info:
         from sparsebit.export.extra_info import write_extra
@@ -90,24 +83,12 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
-    report = certify(qmodel, path, calls_of(qmodel, batches), [], marks, lowered)
+    calls = calls_of(batches, signature_of(qmodel), qmodel.device)
+    report = certify(qmodel, path, calls, [], marks, lowered)
     report.path, report.bytes = str(path), files.size_of(path)
     report.backend, report.opset = model.metadata_props["sparsebit.backend"], model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
     return report
-
-
-def call_of(qmodel: Any, batch: Any) -> Call:
-    """A batch, in any form that calibrate() takes, as the arguments of one forward, where the model is."""
-    signature = signature_of(qmodel)
-    args, kwargs = as_call(batch, signature)
-    kwargs = {name: kwargs[name] for name in (*signature.parameters, *kwargs) if name in kwargs}
-    call: Call = pytree.tree_map_only(Tensor, lambda x: x.detach().to(qmodel.device), (args, kwargs))
-    return call
-
-
-def calls_of(qmodel: Any, batches: Any) -> list[Call]:
-    return [call_of(qmodel, b) for b in ([batches] if isinstance(batches, (Tensor, Mapping)) else batches)]
 
 
 def collect_marks(qmodel: Any) -> dict[str, Mark]:
@@ -164,18 +145,6 @@ def exporting(qmodel: Any, hook: Callable[[Quantizer, Tensor], Tensor]) -> Itera
 
 
 @contextmanager
-def evaluating(qmodel: Any) -> Iterator[None]:
-    """eval() inside the block; every module has its own flag again afterwards."""
-    training = [(m, m.training) for m in qmodel.modules()]
-    try:
-        qmodel.eval()
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-
-
-@contextmanager
 def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
     """Layers compute with the bias that the file has: rounded to the grid of input times weight."""
     saved: list[tuple[nn.Module, Any, Any]] = []
@@ -199,22 +168,10 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
 
 
 def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any) -> None:
-    """Drop what lowering left unused and stack traces of this machine; write the quantizers into the file."""
-    import onnx_ir.passes.common as common
+    """Drop what lowering left unused; write the quantizers into the file."""
+    from sparsebit.export.graph_edit import clean
 
-    from sparsebit.export.graph_edit import MODULE, module_of
-
-    common.RemoveUnusedNodesPass()(graph)
-    for node in graph.graph:
-        known = {key: text for key, text in node.metadata_props.items() if key.startswith("sparsebit.")}
-        path = module_of(node)
-        node.metadata_props.clear()
-        node.metadata_props.update({MODULE: path} | known if path != node.name else known)
-        for value in node.outputs:
-            value.metadata_props.clear()
-    for value in (*graph.graph.inputs, *graph.graph.initializers.values()):
-        value.metadata_props.clear()
-    graph.graph.metadata_props.clear()
+    clean(graph)
     bits = {name: int(mark.spec.bits) for name, mark in marks.items()}
     graph.metadata_props["sparsebit.backend"] = backend.TYPE
     graph.metadata_props["sparsebit.bits"] = json.dumps(bits, separators=(",", ":"))
@@ -225,17 +182,3 @@ def why_float_of(graph: Any) -> dict[str, str]:
     from sparsebit.export.why_float import why_float
 
     return why_float(graph)
-
-
-def settle(report: ExportReport, draft: Path, path: Path) -> None:
-    """A file that holds takes its place; one that does not is kept apart, and says where it starts."""
-    report.bytes = files.size_of(draft)
-    if report.ok:
-        files.accept(draft, path)
-        report.save(path.with_suffix(".report.json"))
-        return
-    failed = files.set_apart(draft, path)
-    report.path = str(failed)
-    report.save(failed.with_suffix(".report.json"))
-    first = report.certificate.failures()[0]
-    raise ExportError(f"the file does not do what the model does; it starts at {first}\n  kept as {failed}")

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError, TraceError
 from sparsebit.graph.trace import Call, trace
-from sparsebit.quantization.feeding import as_call
+from sparsebit.graph.feeding import as_call
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 

@@ -18,7 +18,7 @@ from sparsebit.config.messages import STARTS_WITH_KEY
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
-from sparsebit.quantization.specific import Overrides, resolve, unmatched, variants
+from sparsebit.config.specific import Overrides, resolve, unmatched, variants
 from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
 

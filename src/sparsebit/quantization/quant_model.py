@@ -146,7 +146,7 @@ class QuantModel(nn.Module):
         self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None
     ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y))."""
-        from sparsebit.quantization.feeding import feed
+        from sparsebit.graph.feeding import feed
 
         self.prepare_calibration(asym=asym)
         try:

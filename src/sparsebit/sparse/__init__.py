@@ -1,17 +1,11 @@
-"""Pruning. Configs are read and checked today; the pruning itself comes with a later release."""
+"""Pruning: labels on channels say what goes together, sparsers what matters least, and what goes is really removed."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from sparsebit.errors import NotReadyError
+from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.schedule import Schedule
 from sparsebit.sparse.sparse_config import parse_sconfig
+from sparsebit.sparse.sparse_model import SparseModel
+from sparsebit.sparse.zeros import keep_zeros
 
-__all__ = ["SparseModel", "parse_sconfig"]
-
-
-class SparseModel:
-    def __init__(self, model: Any, config: Any) -> None:
-        raise NotReadyError(
-            "SparseModel: pruning is not part of this release yet; quantize with sparsebit.quantize"
-        )
+__all__ = ["Plan", "Schedule", "SparseModel", "keep_zeros", "parse_sconfig"]

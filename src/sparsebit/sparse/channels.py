@@ -8,7 +8,6 @@ cuts, and where.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.graph.ops import module_of, op_of
 from sparsebit.sparse.channel_rules import CHANNEL_RULES, Rule
-from sparsebit.sparse.labels import FIXED, Labels
-
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+from sparsebit.sparse.channel_rules.zeros import stays_zero
+from sparsebit.sparse.graph_form import graph_form
+from sparsebit.sparse.labels import FIXED, Labels, stored
+from sparsebit.sparse.running import Call, Runner
 
 
 @dataclass(eq=False)
@@ -45,18 +45,30 @@ class Walk:
     slices: dict[tuple[str, int], Slice] = field(default_factory=dict)
     sizes: list[tuple[str, str, Tensor]] = field(default_factory=list)  # module path, attribute, labels
     normed: dict[str, Tensor] = field(default_factory=dict)  # layer norms: statistics are over what is kept
+    rules: dict[fx.Node, str] = field(default_factory=dict)  # which rule spoke for a node
+    zero: set[fx.Node] = field(default_factory=set)  # masked, these are zero wherever a label goes
+    paths: dict[str, str] = field(default_factory=dict)  # a module's path in the graph -> in the user's model
+    _owners: dict[int, str] = field(default_factory=dict)  # id of a tensor -> the first path it was met under
     _indexed: list[tuple[fx.Node, Tensor, int]] = field(default_factory=list)
 
     @classmethod
     def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
+        """`gm` is brought into the form that rules know (graph_form.py) and walked."""
+        gm = graph_form(gm, example)
         walk = cls(gm, example)
-        run_bound(_Walker(walk), walk)
+        calls = [n for n in gm.graph.nodes if n.op == "call_module"]
+        walk.paths = {str(n.target): str(n.meta.get("path") or n.target) for n in calls}
+        _Walker(walk).run_on(gm, example)
         walk._settle()
         return walk
 
     # -- what rules use ------------------------------------------------------------------------------
     def module(self, node: fx.Node) -> Any:
         return module_of(node, self.gm)
+
+    def tensor(self, path: str) -> Tensor:
+        """A parameter or buffer of the graph."""
+        return tensor_at(self.gm, path)
 
     def fixed(self, value: Tensor) -> Tensor:
         return torch.zeros(value.shape, dtype=torch.long)
@@ -79,9 +91,18 @@ class Walk:
 
     def slice(self, path: str, axis: int, labels: Tensor, produces: bool = False) -> None:
         """`labels` cut this axis; a module that is called twice is cut the same both times."""
-        known = self.slices.setdefault((path, axis), Slice(path, axis, labels, produces))
-        if known.labels is not labels:
+        known = self.known(path, axis)
+        if known is None:
+            self.slices[self._owner(path), axis] = Slice(self._owner(path), axis, labels, produces)
+        elif known.labels is not labels:
             self.labels.join(known.labels, labels)
+
+    def known(self, path: str, axis: int) -> Slice | None:
+        """What is known of this axis, under whatever path the parameter was met first (weights may be tied)."""
+        return self.slices.get((self._owner(path), axis))
+
+    def _owner(self, path: str) -> str:
+        return self._owners.setdefault(id(tensor_at(self.gm, path)), path)
 
     def size(self, module: str, attribute: str, labels: Tensor) -> None:
         """The attribute is the number of `labels` that are kept."""
@@ -94,23 +115,34 @@ class Walk:
     # -- the end -------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """Only what lies along one axis can be cut from a tensor: join the rest, until nothing changes."""
-        changed = True
-        while changed:
-            changed = False
-            for node, labels, axis in self._indexed:
-                if axis in self.labels.varies(labels):
-                    self.fix(labels, node, "takes a single position of the axis")
-                    changed = True
-            for labels in pytree.tree_leaves(list(self.of.values())):
-                axes = self.labels.varies(labels) if isinstance(labels, Tensor) else []
-                if len(axes) > 1:
-                    self.labels.along(labels, max(axes, key=lambda d: self._parts(labels, d)))
-                    changed = True
-        for node in self.gm.graph.nodes:  # parameters that the graph reads by itself
-            read = self.of[node]
-            if node.op == "get_attr" and isinstance(read, Tensor):
-                for axis in self.labels.varies(read):
-                    self.slice(str(node.target), axis, self.labels.along(read, axis))
+        reads = [n for n in self.gm.graph.nodes if n.op == "get_attr" and isinstance(self.of[n], Tensor)]
+        for node in reads:  # parameters that the graph reads by itself, beside a module that has them
+            for axis in range(self.of[node].dim()):
+                known = self.known(str(node.target), axis)
+                if known is not None:
+                    self.labels.join(known.labels, self.labels.along(self.of[node], axis))
+        while self._resolve_axes():
+            pass
+        for node in reads:
+            for axis in self.labels.varies(self.of[node]):
+                self.slice(str(node.target), axis, self.labels.along(self.of[node], axis))
+
+    def _resolve_axes(self) -> bool:
+        changed = False
+        for node, labels, axis in self._indexed:
+            axes = self.labels.varies(labels)
+            if axis in axes and len(axes) > 1:
+                self.labels.join(labels, labels.narrow(axis, 0, 1))
+                changed = True
+            elif axis in axes:
+                self.fix(labels, node, "takes a single position of the axis")
+                changed = True
+        for labels in pytree.tree_leaves(list(self.of.values())):
+            axes = self.labels.varies(labels) if isinstance(labels, Tensor) else []
+            if len(axes) > 1:
+                self.labels.along(labels, max(axes, key=lambda d: self._parts(labels, d)))
+                changed = True
+        return changed
 
     def _parts(self, labels: Tensor, axis: int) -> int:
         """How many parts would be left to choose from along `axis`, if the other axes were joined."""
@@ -124,35 +156,43 @@ class Walk:
         return ~torch.isin(self.labels.roots(labels), dropped)
 
     def dimensions(self) -> list[Tensor]:
-        """Classes that compete with each other, because the same layers make and read them; without the fixed ones.
+        """Classes that compete with each other: the same layers make and read them, in the same values.
 
-        One of each stays, so that no layer loses everything.
+        Without the fixed ones. One of each stays, so that neither a layer nor a value loses everything.
         """
-        makers: dict[int, list[int]] = {}
-        for i, cut in enumerate(self.slices.values()):
-            for root in self.labels.roots(cut.labels).unique().tolist():
-                if root != FIXED:
-                    makers.setdefault(root, []).append(i)
+        values = (t for t in pytree.tree_leaves(list(self.of.values())) if isinstance(t, Tensor))
+        cuts = [cut.labels for cut in self.slices.values()]
+        places: dict[int, list[int]] = {}
+        for i, labels in enumerate([*cuts, *(stored(t)[0] for t in values)]):
+            for root in self.labels.roots(labels).unique().tolist():
+                places.setdefault(root, []).append(i)
         found: dict[tuple[int, ...], list[int]] = {}
-        for root, layers in makers.items():
-            found.setdefault(tuple(layers), []).append(root)
+        for root, where in places.items():
+            if root != FIXED and where[0] < len(cuts):  # a parameter has it
+                found.setdefault(tuple(where), []).append(root)
         return [torch.tensor(sorted(roots)) for roots in found.values()]
 
 
-def run_bound(interpreter: fx.Interpreter, walk: Walk) -> Any:
-    """Run a graph with the signature of `walk.gm` on its example."""
-    args, kwargs = walk.example
-    bound = inspect.signature(walk.gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    with torch.no_grad():
-        return interpreter.run(*bound.arguments.values())
+def tensor_at(model: nn.Module, path: str) -> Tensor:
+    owner, _, name = path.rpartition(".")
+    found: Tensor = getattr(model.get_submodule(owner), name)
+    return found
 
 
-class _Walker(fx.Interpreter):
+def _takes(rule: Rule, *args: Any, **kwargs: Any) -> bool:
+    """A call with arguments that the rule knows nothing of is one without a rule."""
+    try:
+        inspect.signature(rule).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+class _Walker(Runner):
     """Runs the example and the rules, node by node."""
 
     def __init__(self, walk: Walk):
-        super().__init__(walk.gm, garbage_collect_values=False)
+        super().__init__(walk.gm)
         self.walk = walk
 
     def run_node(self, n: fx.Node) -> Any:
@@ -161,6 +201,8 @@ class _Walker(fx.Interpreter):
         value = getattr(self, n.op)(n.target, args, kwargs)
         walk.values[n] = value
         walk.of[n] = self._labels(n, value)
+        if stays_zero(walk, n):
+            walk.zero.add(n)
         return value
 
     def _labels(self, node: fx.Node, value: Any) -> Any:
@@ -169,29 +211,35 @@ class _Walker(fx.Interpreter):
             walk.fix(fx.map_arg(node.args, lambda n: walk.of[n]), node, "is an output of the model")
             return None
         if node.op == "get_attr":
-            return self._parameter(value)
+            return self._parameter(node, value)
         if node.op == "placeholder" or not self._has_tensor(value):
             return pytree.tree_map_only(Tensor, walk.fixed, value)
         real = lambda n: walk.values[n] if walk.of[n] is None else walk.of[n]
         args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
-        rule = self._rule(op_of(node, walk.gm))
-        if rule is not None:
+        rule = self._rule(node)
+        if rule is not None and _takes(rule, walk, node, *args, **kwargs):
+            walk.rules[node] = f"{rule.__module__}.{rule.__name__}"
             found = rule(walk, node, *args, **kwargs)
             if found is not NotImplemented and self._fits(found, value):
                 return found
+        walk.rules[node] = "none: all that it reads is kept"
         what = node.target if node.op != "call_module" else type(walk.module(node)).__name__
         walk.fix((args, kwargs), node, f"no rule for {getattr(what, '__name__', what)} called like this")
         return pytree.tree_map_only(Tensor, walk.fixed, value)
 
-    def _parameter(self, value: Any) -> Any:
+    def _parameter(self, node: fx.Node, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        if value.numel() < 2:
+        known = any(user.op == "output" or self._rule(user) for user in node.users)
+        kernel = value.dim() > 3 and min(value.shape[:2]) > 1  # of a convolution whose weight is computed
+        if value.numel() < 2 or not value.is_floating_point() or not known or kernel:
             return self.walk.fixed(value)
         return self.walk.labels.fresh(value.numel()).view(value.shape)
 
-    @staticmethod
-    def _rule(op: Any) -> Rule | None:
+    def _rule(self, node: fx.Node) -> Rule | None:
+        op = op_of(node, self.walk.gm)
+        if node.op == "call_module" and hasattr(self.walk.module(node), "parametrizations"):
+            return None  # its weight is computed
         kinds = op.__mro__ if isinstance(op, type) and issubclass(op, nn.Module) else [op]
         return next((CHANNEL_RULES[kind] for kind in kinds if kind in CHANNEL_RULES), None)
 

@@ -74,6 +74,11 @@ class Labels:
                 self.why_fixed.setdefault(root, reason)
         self.join(labels, torch.zeros((), dtype=torch.long))
 
+    def whole(self, labels: Tensor, axes: list[int]) -> None:
+        """What lies along `axes` goes together."""
+        for axis in axes:
+            self.join(labels, labels.narrow(axis, 0, 1))
+
     def varies(self, labels: Tensor) -> list[int]:
         """The axes along which the labels differ."""
         roots = self.roots(stored(labels)[0])

@@ -27,14 +27,27 @@ def rewrite(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
             start = module.dim % (len(out) - len(module.unflattened_size) + 1)
             module.unflattened_size = tuple(out[start : start + len(module.unflattened_size)])
         return
+    if cut.walk.rules.get(old, "").endswith(".meet"):
+        _numbers(cut, node, old, env)
     known = REWRITES.get(str(name))
     if known is not None and isinstance(_first(cut, old), Tensor):
         known(cut, node, old, env)
 
 
 def _first(cut: Cut, old: fx.Node) -> Any:
-    source = old.args[0] if old.args else old.kwargs.get("input")
+    source = old.args[0] if old.args else old.kwargs.get("input", old.kwargs.get("query"))
     return cut.walk.of[source] if isinstance(source, fx.Node) else None
+
+
+def _numbers(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
+    """`x * (C // heads) ** -0.5`: a factor that was computed from sizes stays what it was."""
+    before = dict(zip(node.all_input_nodes, old.all_input_nodes))
+
+    def as_before(n: fx.Node) -> Any:
+        value = cut.walk.values[before[n]]
+        return value if isinstance(value, (int, float)) and env.env[n] != value else n
+
+    node.args, node.kwargs = fx.map_arg(node.args, as_before), fx.map_arg(node.kwargs, as_before)
 
 
 def _sizes(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
@@ -110,29 +123,53 @@ def _narrow(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
     labels, dim = _first(cut, old), _argument(old, 1, "dim")
     lost = cut.axes(labels).get(dim % labels.dim())
     if lost is not None:
-        start, length = _argument(old, 2, "start"), _argument(old, 3, "length")
+        start, length = (_known(cut, _argument(old, *at)) for at in ((2, "start"), (3, "length")))
         kept = int(lost[start : start + length].sum())
         node.args, node.kwargs = (node.args[0], dim, int(lost[:start].sum()), kept), {}
 
 
+def _known(cut: Cut, value: Any) -> Any:
+    """An argument as it was before the cut."""
+    return fx.map_arg(value, lambda n: cut.walk.values[n])
+
+
 def _pads(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    pads, out = list(_argument(old, 1, "pad")), cut.walk.of[old]
-    lost = cut.axes(out)
-    for i in range(0, len(pads), 2):
+    given, out = list(_argument(node, 1, "pad")), cut.walk.of[old]
+    before, lost = list(_known(cut, _argument(old, 1, "pad"))), cut.axes(out)
+    for i in range(0, len(given), 2):
         axis = out.dim() - 1 - i // 2
         if axis in lost:
             kept, n = lost[axis], out.shape[axis]
-            pads[i], pads[i + 1] = int(kept[: pads[i]].sum()), int(kept[n - pads[i + 1] :].sum())
+            given[i], given[i + 1] = int(kept[: before[i]].sum()), int(kept[n - before[i + 1] :].sum())
     if len(node.args) > 1:
-        node.args = (node.args[0], tuple(pads), *node.args[2:])
+        node.args = (node.args[0], tuple(given), *node.args[2:])
     else:
-        node.kwargs = {**node.kwargs, "pad": tuple(pads)}
+        node.kwargs = {**node.kwargs, "pad": tuple(given)}
+
+
+def _unflatten(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
+    out, sizes = cut.shape(cut.walk.of[old]), list(_argument(node, 2, "sizes"))
+    dim = _argument(old, 1, "dim") % _first(cut, old).dim()
+    wanted = out[dim : dim + len(sizes)]
+    said = [env.env[v] if isinstance(v, fx.Node) else v for v in sizes]
+    new = [v if s in (-1, w) else w for v, s, w in zip(sizes, said, wanted)]
+    if new != sizes:
+        node.args, node.kwargs = (node.args[0], dim, tuple(new)), {}
+
+
+def _scale(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
+    """Attention that lost dimensions of a head divides by what it divided by before."""
+    labels = _first(cut, old)
+    if labels.dim() - 1 in cut.axes(labels) and node.kwargs.get("scale") is None and len(node.args) < 7:
+        node.kwargs = {**node.kwargs, "scale": labels.shape[-1] ** -0.5}
 
 
 REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _sizes),
-    **dict.fromkeys(("split", "chunk"), _parts),
+    **dict.fromkeys(("split", "chunk", "tensor_split"), _parts),
     "getitem": _slices,
     "narrow": _narrow,
     "pad": _pads,
+    "unflatten": _unflatten,
+    "scaled_dot_product_attention": _scale,
 }

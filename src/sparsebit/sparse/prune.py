@@ -1,9 +1,10 @@
-"""`sparsebit.prune(model, example, ratio=0.5)`: a smaller model, in one call."""
+"""Walk a model, cut it, and give back an ordinary one; `sparsebit.prune` is SparseModel in one call."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,24 +12,100 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.trace import LeafTracer, trace
-from sparsebit.sparse import allocate
+from sparsebit.graph.trace import Call, LeafTracer, trace
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.modules import SMODULE_MAP
+from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.surgery import Cut, check_equal
 
 log = logging.getLogger("sparsebit")
 
 
+def call_of(example: Any) -> Call:
+    """`example` is a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
+    return trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP), example)
+
+
 def walk_of(model: nn.Module, example: Any) -> Walk:
-    """The labelled graph of `model`; `example` is a tensor, a tuple of arguments or a dict of keyword arguments."""
-    args = example if isinstance(example, tuple) else () if isinstance(example, dict) else (example,)
-    kwargs = example if isinstance(example, dict) else {}
-    gm = trace(model, LeafTracer(), (args, kwargs))
-    return Walk.through(gm.eval(), (args, kwargs))
+    """The labelled graph of `model`."""
+    call = call_of(example)
+    return Walk.through(traced(model, call).eval(), call)
 
 
-def scores(walk: Walk) -> Tensor:
-    """Per class: how large the weights are that make it, relative to their layer (L1)."""
+def compact(model: nn.Module, cut: Cut) -> nn.Module:
+    """The smaller model, after it was compared with the masked one; `model` has the weights that are cut."""
+    small = cut.compact()
+    check_equal(cut, cut.masked(), small)
+    result = _as_written(model, cut, small).train(model.training)
+    result.pruning_plan = Plan.of(cut)  # type: ignore[assignment]
+    return result
+
+
+def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
+    """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
+    own = copy.deepcopy(model).eval()
+    args, kwargs = cut.walk.example
+    try:
+        cut.cut_parameters(own)
+        with torch.no_grad():
+            got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m in (own, small.eval()))
+    except Exception as error:  # a size in its code, or a path that only the graph has
+        log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, error)
+        return small
+    tensors = [(a, b) for a, b in zip(got, want) if isinstance(a, Tensor)]
+    same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in tensors)
+    return own if same and len(got) == len(want) else small
+
+
+def prune(
+    model: nn.Module,
+    example: Any,
+    ratio: float | None = None,
+    *,
+    macs: float | None = None,
+    params: float | None = None,
+    latency: float | None = None,
+    sparser: str = "l1norm",
+    batches: Any = None,
+    loss: Any = None,
+    scope: str = "layer",
+    round_to: int = 1,
+    config: Any = None,
+) -> nn.Module:
+    """See sparsebit.prune."""
+    from sparsebit.sparse.sparse_config import SparseConfig
+    from sparsebit.sparse.sparse_model import SparseModel
+
+    budgets = {"macs": macs, "params": params, "latency": latency}
+    given = {name: value for name, value in budgets.items() if value is not None}
+    if len(given) + (ratio is not None) > 1:
+        raise ConfigError("prune: say how much with one of ratio, macs, params and latency")
+    if ratio is not None and not 0 <= ratio < 1:
+        raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
+    if round_to < 1:
+        raise ConfigError(f"round_to: must be at least 1, got {round_to}")
+    section = {
+        "STRATEGY": sparser,
+        "SCOPE": scope,
+        "ROUND_TO": round_to,
+        "RATIO": 0.5 if ratio is None else ratio,
+    }
+    smodel = SparseModel(
+        model, SparseConfig.load({"SPARSER": section} if config is None else config), example
+    )
+    if batches is not None:
+        smodel.calibrate(batches, loss)
+    smodel.calc_params(**given)
+    return smodel.compact()
+
+
+def scores(walk: Walk) -> Tensor:  # of tests, until they use class_scores
     n = len(walk.labels)
     total, layers = torch.zeros(n), torch.zeros(n)
     for cut in walk.slices.values():
@@ -41,47 +118,3 @@ def scores(walk: Walk) -> Tensor:
         total.index_add_(0, roots, size / size.mean().clamp_min(1e-12))
         layers.index_add_(0, roots, torch.ones_like(size))
     return total / layers.clamp_min(1)
-
-
-def prune(
-    model: nn.Module,
-    example: Any,
-    ratio: float | None = None,
-    *,
-    macs: float | None = None,
-    params: float | None = None,
-    round_to: int = 1,
-) -> nn.Module:
-    """A smaller copy of `model`; see sparsebit.prune."""
-    if sum(given is not None for given in (ratio, macs, params)) > 1:
-        raise ConfigError("prune: say how much with one of ratio, macs and params")
-    walk = walk_of(model, example)
-    worth = scores(walk)
-    choose = lambda share: allocate.uniform(walk, worth, share, round_to)
-    if macs is not None:
-        dropped = allocate.within(walk, choose, allocate.macs(walk), macs)
-    elif params is not None:
-        dropped = allocate.within(walk, choose, allocate.parameters, params)
-    else:
-        dropped = choose(0.5 if ratio is None else ratio)
-    cut = Cut(walk, dropped)
-    compact = cut.compact()
-    check_equal(cut, cut.masked(), compact)
-    small = _as_written(model, cut, compact)
-    return small.train(model.training)
-
-
-def _as_written(model: nn.Module, cut: Cut, compact: fx.GraphModule) -> nn.Module:
-    """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
-    own = copy.deepcopy(model).eval()
-    args, kwargs = cut.walk.example
-    try:
-        cut.cut_parameters(own)
-        with torch.no_grad():
-            got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m in (own, compact.eval()))
-    except Exception as error:  # a size in its code, or a path that only the graph has
-        log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, error)
-        return compact
-    tensors = [(a, b) for a, b in zip(got, want) if isinstance(a, Tensor)]
-    same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in tensors)
-    return own if same and len(got) == len(want) else compact

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, model_validator
 
-from sparsebit.config import Config, fold
+from sparsebit.config import Config, PluginConfig, fold
+from sparsebit.config.specific import Overrides, resolve, unmatched, variants
+from sparsebit.errors import ConfigError
+from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
 
-__all__ = ["SparseConfig", "SparserConfig", "parse_sconfig"]
+__all__ = ["SparseConfig", "SparserConfig", "parse_sconfig", "resolve", "unmatched"]
 
 Kind = Literal["structured", "unstructured"]
-Strategy = Literal["l1norm"]  # the registry of sparsers takes over when structured pruning lands
 OLD_KINDS = {"structed": "structured", "unstructed": "unstructured"}  # the original's spelling
 
 
-class SparserConfig(Config):
+class SparserConfig(PluginConfig):
+    letter: ClassVar[str] = "SPARSER"
+    selector: ClassVar[str] = "strategy"
+
     type: Kind = Field("structured", description="whole channels, or single weights")
-    strategy: Strategy = Field("l1norm", description="what decides which of them matter least")
+    strategy: str = Field("l1norm", description="what decides which of them matter least")
     ratio: float = Field(0.0, ge=0, le=1, description="the share that goes")
+    scope: Literal["layer", "global"] = Field(
+        "layer", description="the share goes from every layer, or from all of them together"
+    )
+    pattern: str | None = Field(
+        None,
+        pattern=r"^[1-9][0-9]*:[1-9][0-9]*$",
+        description="unstructured: 2:4 keeps two of every four weights along the input",
+    )
+    round_to: int = Field(1, ge=1, description="structured: layers keep a multiple of this many channels")
+    specific: Overrides = Field([], description="overrides per layer: [{pattern: [KEY, value, ...]}]")
+
+    _resolved: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def registry(cls) -> Registry[Any]:
+        from sparsebit.sparse.sparsers import SPARSERS_MAP
+
+        return SPARSERS_MAP
 
     @classmethod
     def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -28,10 +51,36 @@ class SparserConfig(Config):
             OLD_KINDS.get(fold(value), fold(value)) if isinstance(value, str) else value
             for value in (options.pop("type", None), options.pop("strategy", None))
         )
-        if kind not in get_args(Kind) and (strategy in get_args(Kind) or kind in get_args(Strategy)):
+        if kind not in get_args(Kind) and (strategy in get_args(Kind) or kind in cls.registry()):
             kind, strategy = strategy, kind
         found = {"type": kind, "strategy": strategy}
-        return {**options, **{key: value for key, value in found.items() if value is not None}}
+        return super().prepare(
+            {**options, **{key: value for key, value in found.items() if value is not None}}
+        )
+
+    @model_validator(mode="after")
+    def _check_specific(self) -> SparserConfig:
+        for _ in variants(self):  # a typo in a pattern's overrides shows up when the file is read
+            pass
+        return self
+
+    def verify(self) -> None:
+        if self.type not in self.plugin.KINDS:
+            raise ConfigError(
+                f"STRATEGY: {self.strategy} prunes {' and '.join(self.plugin.KINDS)}; write "
+                f"TYPE: {self.plugin.KINDS[0]}, or another STRATEGY"
+            )
+        if self.pattern is None:
+            return
+        if self.type == "structured":
+            raise ConfigError("PATTERN: is about single weights; write TYPE: unstructured, or PATTERN: null")
+        n, m = map(int, self.pattern.split(":"))
+        if n > m:
+            raise ConfigError(f"PATTERN: {self.pattern} would keep {n} of {m}; write {m}:{n}?")
+
+    def _adopt(self, new: Config) -> None:
+        self._resolved.clear()
+        super()._adopt(new)
 
 
 class SparseConfig(Config):

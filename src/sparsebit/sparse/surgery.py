@@ -6,6 +6,7 @@ node before a compact model is handed out.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
-from sparsebit.sparse.channels import Walk, run_bound
+from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.sparse.channels import Walk, tensor_at
 from sparsebit.sparse.literals import rewrite
+from sparsebit.sparse.running import Call, Runner
 
 TOLERANCE = 1e-5  # of the largest value
 
@@ -48,12 +51,16 @@ class Cut:
             value = value.index_select(axis, kept.nonzero().flatten().to(value.device))
         return value
 
+    def rule(self, node: fx.Node) -> str:
+        """What spoke for the channels of a node, for messages."""
+        return f"its channel rule ({self.walk.rules.get(node, 'none')})"
+
     # -- the two models ------------------------------------------------------------------------------
     def masked(self) -> fx.GraphModule:
         """Same shapes, zeros where something goes. A layer norm takes its statistics from what is kept."""
         gm = copy.deepcopy(self.walk.gm)
         for cut in self.walk.slices.values():
-            tensor = _tensor(gm, cut.path)
+            tensor = tensor_at(gm, cut.path)
             kept = self.keeps(cut.labels).to(tensor.device)
             line = [-1 if d == cut.axis else 1 for d in range(tensor.dim())]
             if not cut.path.endswith(("running_mean", "running_var")):
@@ -69,9 +76,10 @@ class Cut:
         """Really smaller."""
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
-        run_bound(_Rewriter(self, gm), self.walk)
+        _Rewriter(self, gm).run_on(gm, self.walk.example)
         for node in gm.graph.nodes:
             node.type = None  # annotations as strings cannot be pickled
+        remove_dead_code(gm)  # sizes that nobody asks for any more
         gm.graph.lint()
         gm.recompile()
         return gm
@@ -83,7 +91,7 @@ class Cut:
             kept = self.keeps(cut.labels)
             if bool(kept.all()):
                 continue
-            old = _tensor(model, cut.path)
+            old = tensor_at(model, self._path(model, cut.path))
             source = new.get(id(old), old)
             index = kept.nonzero().flatten().to(source.device)
             sliced = source.detach().index_select(cut.axis, index).clone()
@@ -92,14 +100,22 @@ class Cut:
             )
         for module in model.modules():  # also where a parameter is shared
             for names in (module._parameters, module._buffers):
-                for name, value in names.items():
+                for name, value in list(names.items()):
                     if value is not None and id(value) in new:
-                        names[name] = new[id(value)]
+                        setattr(module, name, new[id(value)])  # recurrent layers keep a list of theirs
         for path, attribute, labels in self.walk.sizes:
             left = int(self.keeps(labels).sum())
-            setattr(
-                model.get_submodule(path), attribute, (left,) if attribute == "normalized_shape" else left
-            )
+            module = model.get_submodule(self._path(model, f"{path}.").removesuffix("."))
+            setattr(module, attribute, (left,) if attribute == "normalized_shape" else left)
+
+    def _path(self, model: nn.Module, path: str) -> str:
+        """A parameter's path in the graph, or where the user's model has it: `F.linear` became a module."""
+        owner, _, name = path.rpartition(".")
+        try:
+            model.get_submodule(owner)
+        except AttributeError:
+            return f"{self.walk.paths.get(owner, owner)}.{name}"
+        return path
 
 
 class MaskedNorm(nn.Module):
@@ -122,11 +138,11 @@ class MaskedNorm(nn.Module):
         return torch.zeros_like(input).index_copy(-1, self.kept, out)
 
 
-class _Rewriter(fx.Interpreter):
+class _Rewriter(Runner):
     """Runs the cut graph on the example; literal sizes that no longer fit are replaced on the way."""
 
     def __init__(self, cut: Cut, gm: fx.GraphModule):
-        super().__init__(gm, garbage_collect_values=False)
+        super().__init__(gm)
         self.cut = cut
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
 
@@ -138,7 +154,11 @@ class _Rewriter(fx.Interpreter):
         try:
             value = super().run_node(n)
         except Exception as error:
-            raise SparsebitError(f"{_where(old)}: does not run on the pruned shapes: {error}") from error
+            if isinstance(self.cut.walk.values[old], (int, float)):
+                return float("nan")  # a number from sizes, (C // 64) ** -0.5: its readers get what it was
+            raise SparsebitError(
+                f"{_where(old)}: does not run on the pruned shapes: {error}; {self.cut.rule(old)}"
+            ) from error
         for got, have in zip(pytree.tree_leaves(value), pytree.tree_leaves(labels)):
             if (
                 isinstance(got, Tensor)
@@ -147,14 +167,14 @@ class _Rewriter(fx.Interpreter):
             ):
                 raise SparsebitError(
                     f"{_where(old)}: has the shape {list(got.shape)} after pruning, where {self.cut.shape(have)} "
-                    f"was expected; its channel rule, or the size it is given, does not follow the channels"
+                    f"was expected; {self.cut.rule(old)}, or a size it is given, does not follow the channels"
                 )
         return value
 
 
-class _Values(fx.Interpreter):
+class _Values(Runner):
     def __init__(self, gm: fx.GraphModule):
-        super().__init__(gm, garbage_collect_values=False)
+        super().__init__(gm)
         self.values: dict[str, Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -165,10 +185,30 @@ class _Values(fx.Interpreter):
 
 def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> None:
     """Raise, and name the first node that differs, unless both models compute the same."""
-    big, small = _Values(masked.eval()), _Values(compact.eval())
-    run_bound(big, cut.walk), run_bound(small, cut.walk)
+    wrong = _difference(cut, masked.eval(), compact.eval(), cut.walk.example)
+    if wrong is not None:  # a deep net makes rounding errors large: with more digits they are gone
+        doubled = pytree.tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, cut.walk.example
+        )
+        big, small = copy.deepcopy(masked).double(), copy.deepcopy(compact).double()
+        with contextlib.suppress(RuntimeError):  # its code asks for float
+            wrong = _difference(cut, big, small, doubled)
+    if wrong is not None:
+        node, apart = wrong
+        raise SparsebitError(
+            f"{_where(node)}: the pruned model differs from the masked one by {apart:.2g} of the largest value; "
+            f"{cut.rule(node)} is wrong"
+        )
+
+
+def _difference(
+    cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule, example: Call
+) -> tuple[fx.Node, float] | None:
+    """The first node whose values differ, and how much."""
+    big, small = _Values(masked), _Values(compact)
+    big.run_on(cut.walk.gm, example), small.run_on(cut.walk.gm, example)
     for node in cut.walk.gm.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or node.name not in small.values:
             continue
         pairs = zip(
             pytree.tree_leaves(big.values[node.name]),
@@ -178,22 +218,15 @@ def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> No
         for want, got, labels in pairs:
             if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
                 want = cut.of_value(want, labels) if isinstance(labels, Tensor) else want
-                apart = float((want - got).abs().max()) / max(float(want.abs().max()), 1e-12)
+                largest = want.abs().nan_to_num(0, 0, 0).max()  # masks have infinities
+                apart = float(torch.where(want == got, 0, want - got).abs().max() / largest.clamp_min(1e-8))
                 if not apart <= TOLERANCE:
-                    raise SparsebitError(
-                        f"{_where(node)}: the pruned model differs from the masked one by {apart:.2g} of the largest "
-                        f"value; its channel rule is wrong"
-                    )
+                    return node, apart
+    return None
 
 
 def _where(node: fx.Node) -> str:
     return str(node.meta.get("path") or node.name)
-
-
-def _tensor(model: nn.Module, path: str) -> Tensor:
-    owner, _, name = path.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), name)
-    return found
 
 
 def _set_module(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsebit.errors import ExportError
 from sparsebit.export.marks import Mark, Marks
-from sparsebit.export.types import (
-    HIGHEST_OPSET,
-    LOWEST_OPSET,
-    SINCE,
-    container,
-    container_bits,
-    opset_for,
-    since,
-)
+from sparsebit.export.types import SINCE, container, container_bits, exporter_opset, opset_for, since
 from sparsebit.registry import Registry
 
 if TYPE_CHECKING:
@@ -49,16 +40,13 @@ class Backend:
 
     def opset(self, marks: Marks, asked: int) -> tuple[int, str]:
         """The opset to write, and why: the lowest that holds the types, never lower than asked."""
-        if not 1 <= asked <= HIGHEST_OPSET:
-            raise ExportError(f"opset_version: {asked} is not between 1 and {HIGHEST_OPSET}")
+        opset, reason = exporter_opset(asked)
         needed = opset_for(marks)
-        if asked >= needed:
-            fewer = asked > FUSED_UP_TO and asked > needed
-            return asked, "as asked" + (
+        if opset >= needed:
+            fewer = opset > FUSED_UP_TO and opset > needed
+            return opset, reason + (
                 "; onnxruntime has fewer integer kernels from opset 22 on" if fewer else ""
             )
-        if needed == LOWEST_OPSET:
-            return needed, f"{asked} was asked; {needed} is the lowest that torch's exporter writes"
         first = next(m for m in marks.values() if since(m) == needed)
         what = str(container(first)) if SINCE[container_bits(first)] == needed else "scales per group"
         return needed, f"{asked} was asked; {needed} is the first with {what}"

@@ -90,7 +90,7 @@ def moves_values(module: nn.Module | None) -> bool:
 
 def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:
     """Arguments of one forward for each batch, on the model's device."""
-    from sparsebit.quantization.feeding import as_call, signature_of
+    from sparsebit.graph.feeding import as_call, signature_of
 
     signature = signature_of(gm)
     device = next((p.device for p in gm.parameters()), None)

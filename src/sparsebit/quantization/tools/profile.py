@@ -121,7 +121,7 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
 
     Runs the model once per layer and batch.
     """
-    from sparsebit.quantization.feeding import _tracked
+    from sparsebit.graph.feeding import tracked
 
     gm: fx.GraphModule = qmodel.model
     calls = as_calls(gm, [batches] if isinstance(batches, (Tensor, Mapping)) else batches)
@@ -135,7 +135,7 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
             for (args, kwargs), out in zip(calls, real):
                 total.add(gm(*args, **kwargs), out)
         rows = [
-            _row(gm, unit, calls, real, _limits(qmodel)) for unit in _tracked(units, progress, "profiling")
+            _row(gm, unit, calls, real, _limits(qmodel)) for unit in tracked(units, progress, "profiling")
         ]
     rows = [r if r.effect < total.db + HARMLESS else replace(r, fix="", fixed=None) for r in rows]
     return Profile(type(gm).__name__, total.db, sorted(rows, key=lambda r: r.effect))

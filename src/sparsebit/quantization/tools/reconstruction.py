@@ -46,11 +46,11 @@ def needs_reconstruction(gm: fx.GraphModule) -> bool:
 
 def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
     """QuantModel.reconstruct: calibrate where nobody has, then reconstruct."""
-    from sparsebit.quantization.feeding import _as_iterable, as_call, feed, signature_of
+    from sparsebit.graph.feeding import as_iterable, as_call, feed, signature_of
 
     if not needs_reconstruction(qmodel.model):
         raise ConfigError("reconstruct(): no weight learns its rounding; set W.QUANTIZER.TYPE: adaround")
-    batches = list(_as_iterable(batches))
+    batches = list(as_iterable(batches))
     if not all(quantizer.calibrated for _, quantizer in qmodel.named_quantizers()):
         qmodel.prepare_calibration(asym=False)
         try:

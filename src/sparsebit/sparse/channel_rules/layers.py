@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 def _out(walk: Walk, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
     """The labels that a layer makes; a layer that is called twice makes the same ones."""
-    known = walk.slices.get((f"{node.target}.weight", 1 if _transposed(walk.module(node)) else 0))
+    known = walk.known(f"{node.target}.weight", 1 if _transposed(walk.module(node)) else 0)
     if known is not None:
         return known.labels, walk.spread(node, known.labels, axis)
     return walk.make(node, n, axis)
@@ -30,6 +32,8 @@ def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) ->
     module, path = walk.module(node), str(node.target)
     if input.dim() != module.weight.dim():
         return NotImplemented  # without a batch
+    if not {*walk.labels.varies(input)} <= {1}:
+        walk.fix(input, node, "works along an axis of channels")
     ins, groups = walk.labels.along(input, 1), module.groups
     o, i = (1, 0) if _transposed(module) else (0, 1)
     if groups > 1 and module.in_channels == groups:
@@ -49,7 +53,7 @@ def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) ->
 def _grouped(walk: Walk, node: fx.Node, module: Any) -> tuple[Tensor, Tensor]:
     outs, out = walk.make(node, module.out_channels, 1)
     walk.labels.join(outs.view(module.groups, -1), outs.view(module.groups, -1)[:1])
-    known = walk.slices.get((f"{node.target}.weight", 0))
+    known = walk.known(f"{node.target}.weight", 0)
     if known is not None and not _transposed(module):
         walk.labels.join(known.labels, outs)
     return outs, out
@@ -87,10 +91,28 @@ def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     return out
 
 
-@channel_rule(nn.Embedding)
-def embedding(walk: Walk, node: fx.Node, input: Tensor) -> Any:
+@channel_rule(F.linear)
+def linear_function(
+    walk: Walk, node: fx.Node, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
+    """A weight or bias that is computed (`cat` of biases); others are modules by now."""
+    outs = walk.labels.along(weight, 0)
+    walk.labels.join(walk.labels.along(input, -1), walk.labels.along(weight, 1))
+    if bias is not None:
+        walk.labels.join(bias, outs)
+    source = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    if isinstance(source, fx.Node) and source.op == "get_attr":
+        walk.slice(str(source.target), 0, outs, produces=True)
+    return walk.spread(node, outs, -1)
+
+
+@channel_rule(nn.Embedding, nn.EmbeddingBag)
+def embedding(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     module, path = walk.module(node), str(node.target)
-    known = walk.slices.get((f"{path}.weight", 1))
+    if module.max_norm is not None:
+        return NotImplemented  # rows are scaled by their norm
+    walk.slice(f"{path}.weight", 0, torch.zeros(module.num_embeddings, dtype=torch.long))
+    known = walk.known(f"{path}.weight", 1)
     if known is None:
         outs, out = walk.make(node, module.embedding_dim, -1)
         walk.slice(f"{path}.weight", 1, outs, produces=True)
@@ -104,6 +126,8 @@ def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     module, path = walk.module(node), str(node.target)
     if input.dim() < 2:
         return NotImplemented
+    if input.shape[1] != module.num_features and module.num_features:
+        return NotImplemented  # without a batch
     labels = walk.labels.along(input, 1)
     for name in ("weight", "bias", "running_mean", "running_var"):
         if getattr(module, name, None) is not None:
@@ -119,6 +143,9 @@ def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     axes = walk.labels.varies(input)
     over = range(input.dim() - len(module.normalized_shape), input.dim())
     if not set(over) & set(axes):
+        return input
+    if not set(axes) <= set(over):  # over the dimensions of a head: whole heads go
+        walk.labels.whole(input, list(over))
         return input
     if len(over) > 1:
         return NotImplemented

@@ -27,25 +27,14 @@ def spelled(names: str) -> list[Any]:
 
 MOVES = spelled(
     "view reshape flatten unflatten permute transpose t swapaxes swapdims movedim moveaxis squeeze unsqueeze expand "
-    "expand_as view_as reshape_as repeat tile repeat_interleave cat concat concatenate stack hstack vstack split chunk "
-    "tensor_split roll flip contiguous clone detach pixel_shuffle pixel_unshuffle channel_shuffle ravel "
-    "broadcast_to narrow index_select unfold"
+    "expand_as view_as reshape_as repeat tile hstack vstack split chunk "
+    "tensor_split flip contiguous clone detach ravel broadcast_to narrow"
 )
-MOVING_MODULES = [
-    nn.Flatten,
-    nn.Unflatten,
-    nn.PixelShuffle,
-    nn.PixelUnshuffle,
-    nn.ChannelShuffle,
-    nn.Identity,
-]
-MOVING_MODULES += [nn.Fold, nn.Unfold]
+MOVING_MODULES = [nn.Flatten, nn.Unflatten, nn.Identity]
 
 
 @channel_rule(*MOVES, *MOVING_MODULES)
 def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-    if _computes(walk, node):
-        args, kwargs = pytree.tree_map_only(Tensor, Tensor.double, (args, dict(kwargs)))
     if node.op == "call_module":
         out = walk.module(node)(*args, **kwargs)
     elif node.op == "call_method":
@@ -56,13 +45,15 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: thin(t.long()), out)
 
 
-def _computes(walk: Walk, node: fx.Node) -> bool:
-    """torch has no integer form of these."""
-    names = (
-        str(getattr(node.target, "__name__", node.target)),
-        type(walk.module(node)).__name__ if node.op == "call_module" else "",
-    )
-    return any(word in name.lower() for name in names for word in ("shuffle", "fold"))
+@channel_rule(*spelled("cat concat concatenate stack"))
+def cat(walk: Walk, node: fx.Node, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """Tokens put behind tokens have the same channels; channels put behind channels are more of them."""
+    out = move(walk, node, tensors, dim, **kwargs)
+    axis = kwargs.get("axis", dim) % out.dim()
+    parts = tensors if out.dim() == tensors[0].dim() else [out.narrow(axis, 0, 1)]
+    if not any(axis in walk.labels.varies(part) for part in parts) and any(map(walk.labels.varies, parts)):
+        walk.labels.whole(out, [axis])
+    return out
 
 
 @channel_rule(*spelled("unbind select"))
@@ -75,20 +66,81 @@ def take(walk: Walk, node: fx.Node, x: Tensor, dim: int = 0, *args: Any, **kwarg
 def getitem(walk: Walk, node: fx.Node, x: Any, index: Any) -> Any:
     if not isinstance(x, Tensor):
         return x[index]
+    if any(isinstance(part, Tensor) and walk.labels.varies(part) for part in pytree.tree_leaves(index)):
+        return NotImplemented
+    index = fx.map_arg(node.args[1], lambda n: walk.values[n])  # the positions themselves, not their labels
     axis, parts = 0, index if isinstance(index, tuple) else (index,)
-    for part in parts:
+    for i, part in enumerate(parts):
         if part is Ellipsis:
-            axis = x.dim() - sum(p is not None for p in parts[parts.index(Ellipsis) + 1 :])
-            continue
-        if part is None:
+            axis = x.dim() - sum(_axes(p) for p in parts[i + 1 :])
             continue
         step = isinstance(part, slice) and part.step not in (None, 1)
         if isinstance(part, (int, list, Tensor)) or step:
-            walk.must_not_vary(node, x, axis)
-        if isinstance(part, Tensor) and part.dtype == torch.long:
-            return NotImplemented  # an index that is computed
-        axis += 1
+            for taken in range(axis, axis + _axes(part)):
+                walk.must_not_vary(node, x, taken)
+        axis += _axes(part)
     return thin(x[index])
+
+
+def _axes(part: Any) -> int:
+    """How many axes of the source one part of an index stands for."""
+    if part is None:
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+@channel_rule(*spelled("index_select"))
+def index_select(walk: Walk, node: fx.Node, x: Tensor, dim: int, index: Any) -> Any:
+    positions = node.args[2] if len(node.args) > 2 else node.kwargs["index"]
+    if walk.labels.varies(index) or not isinstance(positions, fx.Node):
+        return NotImplemented
+    walk.must_not_vary(node, x, dim)
+    return thin(x.index_select(dim, walk.values[positions]))
+
+
+@channel_rule(*spelled("roll"), torch.Tensor.unfold)
+def shift(walk: Walk, node: fx.Node, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Positions change place by a number that is written down: not along channels."""
+    dims = kwargs.get("dims", kwargs.get("dimension", args[-1 if len(args) < 3 else 0] if args else None))
+    dims = [dims] if isinstance(dims, int) else dims
+    if dims is None or {d % x.dim() for d in dims} & {*walk.labels.varies(x)}:
+        return NotImplemented
+    return move(walk, node, x, *args, **kwargs)
+
+
+@channel_rule(*spelled("repeat_interleave"))
+def repeat_interleave(walk: Walk, node: fx.Node, x: Tensor, repeats: Any, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(repeats, int):
+        return NotImplemented
+    return move(walk, node, x, repeats, *args, **kwargs)
+
+
+@channel_rule(*spelled("channel_shuffle"), nn.ChannelShuffle)
+def channel_shuffle(walk: Walk, node: fx.Node, input: Tensor, groups: int = 0) -> Any:
+    """Groups stay equally large: the same position of every group goes."""
+    groups = groups or walk.module(node).groups
+    labels = walk.labels.along(input, 1).view(groups, -1)
+    walk.labels.join(labels, labels[:1])
+    return walk.spread(node, labels.t().reshape(-1), 1)
+
+
+@channel_rule(F.unfold, nn.Unfold, *spelled("pixel_unshuffle"), nn.PixelUnshuffle)
+def windows(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Every position of a window is a channel of its own, and goes with the channel it is of."""
+    if input.dim() != 4:
+        return NotImplemented  # without a batch
+    labels, out = walk.labels.along(input, 1), walk.values[node]
+    return walk.spread(node, labels.repeat_interleave(out.shape[1] // len(labels)), 1)
+
+
+@channel_rule(F.fold, nn.Fold, *spelled("pixel_shuffle"), nn.PixelShuffle)
+def unite(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Positions of a window become one channel."""
+    if walk.values[node].dim() != 4:
+        return NotImplemented  # without a batch
+    parts = walk.labels.along(input, 1).view(walk.values[node].shape[1], -1)
+    walk.labels.whole(parts, [1])
+    return walk.spread(node, parts[:, 0], 1)
 
 
 @channel_rule(

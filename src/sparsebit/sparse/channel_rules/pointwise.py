@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.ops import op_of
 from sparsebit.sparse.channel_rules import channel_rule
 from sparsebit.sparse.channel_rules.moves import spelled
 from sparsebit.sparse.labels import FIXED
@@ -70,18 +72,22 @@ OPERATORS = "add sub mul truediv floordiv mod pow iadd isub imul itruediv eq ne 
 
 @channel_rule(*BINARY, *(getattr(operator, name) for name in OPERATORS.split()))
 def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Where an operand has some of the axes of channels only (a table of positions for all heads), whole ones go."""
     shape = walk.values[node].shape
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    ranked = sorted(found, key=lambda t: (len(walk.labels.varies(t)), t.numel()), reverse=True)
-    out = ranked[0].expand(shape)
-    axes = walk.labels.varies(out)
-    for other in ranked[1:]:
-        wide = other.expand(shape)
+    largest = lambda t: (t.shape == shape, len(walk.labels.varies(t)), t.numel())
+    out, *others = sorted(found, key=largest, reverse=True)
+    out = out.expand(shape)
+    for other in others:
+        axes = walk.labels.varies(out)
         aligned = [1] * (len(shape) - other.dim()) + list(other.shape)
-        if walk.labels.varies(other) or any(aligned[d] > 1 for d in axes):
-            walk.labels.join(out, wide)
+        shared = [d for d in axes if aligned[d] > 1]
+        if len(shared) == len(axes):
+            walk.labels.join(out, other.expand(shape))
         elif bool((walk.labels.roots(other) != FIXED).any()):
-            walk.fix(other, node, "one channel that is spread over all of another tensor")
+            walk.fix(other, node, "is spread over all channels of another tensor")
+        if 0 < len(shared) < len(axes):
+            walk.labels.whole(out, shared)
     return out
 
 
@@ -110,50 +116,73 @@ def inside_channels(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwar
     return NotImplemented if axis is None else walk.spread(node, walk.labels.along(input, axis), axis)
 
 
-REDUCE = spelled("mean sum amax amin max min std var prod norm any all logsumexp argmax argmin")
+REDUCE = spelled("mean sum amax amin max min std var prod any all logsumexp argmax argmin")
+SUM = spelled("sum")
 
 
 @channel_rule(*REDUCE)
 def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over positions: the channel's label stays. Over channels: fixed, for the result depends on how many there are."""
+    """Over positions: the channel's label stays. Over channels: a sum of what is zero where it goes; else fixed."""
     out = walk.values[node]
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     if isinstance(dims, Tensor):  # max(x, y)
         return meet(walk, node, input, *args, **kwargs)
     over = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else list(dims)
     over = [d % input.dim() for d in over]
-    if set(over) & set(walk.labels.varies(input)):
-        return NotImplemented
+    varies = _whole_heads(walk, input, over)
+    if set(over) & varies:
+        is_sum = op_of(node, walk.gm) in SUM and node.all_input_nodes[0] in walk.zero
+        return walk.fixed(out) if is_sum and len(varies) == 1 else NotImplemented
     first = input
     for d in over:
         first = first.narrow(d, 0, 1)
-    keep = isinstance(out, Tensor) and out.dim() == input.dim()
-    small = first if keep else first.squeeze(tuple(over)) if over else first
-    return (
-        small
-        if isinstance(out, Tensor)
-        else type(out)([small] * len(out))
-        if type(out) is tuple
-        else NotImplemented
-    )
+    results = [out] if isinstance(out, Tensor) else list(out)  # values and indices
+    small = first if results[0].dim() == input.dim() else first.squeeze(tuple(over))
+    return small if isinstance(out, Tensor) else (small,) * len(results)
 
 
 @channel_rule(
-    *spelled("softmax log_softmax softmin cumsum cumprod normalize glu"),
+    *spelled("softmax log_softmax softmin cumsum cumprod"),
     nn.Softmax,
     nn.LogSoftmax,
+    nn.Softmin,
     nn.Softmax2d,
 )
 def over_an_axis(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
-        dim = getattr(walk.module(node), "dim", None)
-        dim = 1 if isinstance(walk.module(node), nn.Softmax2d) else dim
+        module = walk.module(node)
+        dim = -3 if isinstance(module, nn.Softmax2d) else module.dim
     else:
         dim = kwargs.get("dim", args[0] if args else None)
-    if (
-        not isinstance(dim, int)
-        or dim % input.dim() in walk.labels.varies(input)
-        or "glu" in str(node.target)
-    ):
+    return _unless_along(walk, input, dim)
+
+
+@channel_rule(F.normalize)
+def normalize(walk: Walk, node: fx.Node, input: Tensor, p: float = 2.0, dim: int = 1, **kwargs: Any) -> Any:
+    if p == 2 and {*walk.labels.varies(input)} == {dim % input.dim()} and node.args[0] in walk.zero:
+        return input  # what is zero adds nothing to the norm
+    return _unless_along(walk, input, dim)
+
+
+def _unless_along(walk: Walk, input: Tensor, dim: Any) -> Any:
+    if not isinstance(dim, int) or dim % input.dim() in _whole_heads(walk, input, [dim % input.dim()]):
         return NotImplemented
     return input
+
+
+def _whole_heads(walk: Walk, input: Tensor, over: list[int]) -> set[int]:
+    """The axes with channels; where there are others than `over`, what lies along `over` stays together."""
+    varies = {*walk.labels.varies(input)}
+    if varies - {*over} and varies & {*over}:
+        walk.labels.whole(input, sorted(varies & {*over}))
+        varies = {*walk.labels.varies(input)}
+    return varies
+
+
+@channel_rule(F.glu, nn.GLU)
+def glu(walk: Walk, node: fx.Node, input: Tensor, dim: int = -1) -> Any:
+    """One half gates the other: both lose the same positions."""
+    dim = walk.module(node).dim if node.op == "call_module" else dim
+    a, b = input.chunk(2, dim)
+    walk.labels.join(a, b)
+    return a

@@ -1,4 +1,4 @@
-"""Products of two activations, and attention: whole heads go."""
+"""Products of two activations, and attention: whole heads go, or dimensions where there is a single head."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from sparsebit.sparse.channel_rules import channel_rule
 from sparsebit.sparse.channel_rules.moves import spelled
+from sparsebit.sparse.opened import attention_mask
 
 if TYPE_CHECKING:
     from sparsebit.sparse.channels import Walk
@@ -20,47 +21,98 @@ if TYPE_CHECKING:
 def matmul(walk: Walk, node: fx.Node, a: Tensor, b: Tensor) -> Any:
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
-    labels, shape = walk.labels, walk.values[node].shape
-    in_a, in_b = labels.varies(a), labels.varies(b)
-    if a.dim() - 1 in in_a or b.dim() - 2 in in_b:  # along what is summed up: both lose the same positions
-        if {*in_a} - {a.dim() - 1} or {*in_b} - {b.dim() - 2}:  # inside heads: whole heads instead
-            a, b = _whole(walk, a, -1), _whole(walk, b, -2)
-            in_a, in_b = labels.varies(a), labels.varies(b)
-        else:
-            labels.join(labels.along(a, -1), labels.along(b, -2))
-            return torch.zeros(shape, dtype=torch.long)
-    left, right = (
-        a[..., :1].expand(*a.shape[:-1], shape[-1]),
-        b[..., :1, :].expand(*b.shape[:-2], shape[-2], b.shape[-1]),
+    shape = walk.values[node].shape
+    full = (*shape, a.shape[-1])  # rows, columns, what is summed up
+    return contract(
+        walk, node, a.unsqueeze(-2).expand(full), b.transpose(-2, -1).unsqueeze(-3).expand(full), 1
     )
-    left, right = left.expand(shape), right.expand(shape)
-    if not labels.varies(left) or not labels.varies(right):
-        return right if labels.varies(right) else left
-    if {*labels.varies(left)} != {*labels.varies(right)}:
+
+
+@channel_rule(torch.einsum)
+def einsum(walk: Walk, node: fx.Node, equation: Any, *operands: Any) -> Any:
+    """Two operands, every letter once in each."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or "..." in equation or "->" not in equation or len(tensors) != 2:
         return NotImplemented
-    labels.join(left, right)
-    return left
+    left, out = equation.replace(" ", "").split("->")
+    names = left.split(",")
+    summed = sorted({*left} - {*out, ","})
+    if any(len({*name}) != len(name) for name in names) or any(c not in n for c in summed for n in names):
+        return NotImplemented
+    order = [*out, *summed]
+    size = {c: n for name, t in zip(names, tensors) for c, n in zip(name, t.shape)}
+    wide = []
+    for name, t in zip(names, tensors):
+        t = t.permute([name.index(c) for c in order if c in name])
+        for i, c in enumerate(order):
+            t = t if c in name else t.unsqueeze(i)
+        wide.append(t.expand([size[c] for c in order]))
+    return contract(walk, node, wide[0], wide[1], len(summed))
 
 
-def _whole(walk: Walk, x: Tensor, axis: int) -> Tensor:
-    """Positions of `axis` go together."""
-    walk.labels.join(x, x.narrow(axis, 0, 1))
-    return x
+def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> Any:
+    """Labels of a product of two tensors on the same axes, of which the last `summed` are summed up."""
+    labels, inner = walk.labels, range(a.dim() - summed, a.dim())
+    varies = lambda: {*labels.varies(a), *labels.varies(b)}
+    if varies() & {*inner}:
+        if varies() <= {*inner} and len(varies()) == 1:  # both lose the same positions of the sum
+            if not _is_zero(walk, node):
+                return NotImplemented
+            labels.join(a, b)
+            return walk.fixed(walk.values[node])
+        labels.whole(a, list(inner))  # inside heads: whole heads instead
+        labels.whole(b, list(inner))
+    for axis in reversed(inner):
+        a, b = a.select(axis, 0), b.select(axis, 0)
+    in_a, in_b = {*labels.varies(a)}, {*labels.varies(b)}
+    if in_a and in_b:
+        if not in_a & in_b:
+            return NotImplemented
+        labels.whole(a, sorted(in_a - in_b))  # heads that have dimensions on one side
+        labels.whole(b, sorted(in_b - in_a))
+        labels.join(a, b)
+    return b if in_b else a
+
+
+def _is_zero(walk: Walk, node: fx.Node) -> bool:
+    """Is a factor zero wherever a label goes? Else the others would miss what it adds to the sum."""
+    return any(n in walk.zero for n in node.all_input_nodes)
 
 
 @channel_rule(F.scaled_dot_product_attention)
 def attention(
-    walk: Walk, node: fx.Node, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    walk: Walk,
+    node: fx.Node,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    labels = walk.labels
-    for x in (query, key, value):
-        _whole(walk, x, -1)
-        if {x.dim() - 2} & {*labels.varies(x)}:
-            return NotImplemented  # the axis of tokens
-    heads = [x[..., 0, 0] for x in (query, key, value)]
+    labels, qkv = walk.labels, (query, key, value)
+    if any(x.dim() - 2 in labels.varies(x) for x in qkv):
+        return NotImplemented  # the axis of tokens
+    if all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv) and _is_zero(walk, node):
+        labels.join(labels.along(query, -1), labels.along(key, -1))  # one head: dimensions of it
+        return walk.spread(node, labels.along(value, -1), -1)
+    for x in qkv:
+        labels.whole(x, [-1])
+    heads = [x[..., 0, 0] for x in qkv]
     if kwargs.get("enable_gqa"):
         times = query.shape[-3] // key.shape[-3]
         heads[1:] = [h.repeat_interleave(times, -1) for h in heads[1:]]
+    if attn_mask is not None and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1:  # a bias for every head
+        heads.append(attn_mask[..., 0, 0])
+        labels.join(attn_mask, attn_mask[..., :1, :1])
     for other in heads[1:]:
         labels.join(heads[0], other)
     return heads[0][..., None, None].expand(walk.values[node].shape)
+
+
+@channel_rule(attention_mask)
+def mask(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """Of torch's own blocks: nothing in it can be cut."""
+    if any(isinstance(m, Tensor) and walk.labels.varies(m) for m in args[:2]):
+        return NotImplemented
+    return walk.fixed(walk.values[node])

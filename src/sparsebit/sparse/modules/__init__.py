@@ -1,4 +1,4 @@
-"""Sparse counterparts of modules. Names of the original; their work comes with the pruning release."""
+"""Layers with masks. What a layer computes is its own class's business; here its parameters are masked on the way."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from sparsebit.errors import NotReadyError
 from sparsebit.registry import Registry
+from sparsebit.sparse.modules.base import SparseOpr
 
-SMODULE_MAP: Registry[type[nn.Module]] = Registry("sparse module")
-M = TypeVar("M", bound=type[nn.Module])
+__all__ = [
+    "SMODULE_MAP",
+    "SBatchNorm2d",
+    "SConv2d",
+    "SLinear",
+    "SparseOpr",
+    "register_smodule",
+    "sparse_module",
+]
+
+SMODULE_MAP: Registry[type[SparseOpr]] = Registry("sparse module")
+M = TypeVar("M", bound=type[SparseOpr])
 
 
 def register_smodule(sources: Iterable[Any]) -> Callable[[M], M]:
@@ -24,20 +34,16 @@ def register_smodule(sources: Iterable[Any]) -> Callable[[M], M]:
     return add
 
 
-class SparseOpr(nn.Module):
-    """An operation with a mask on its weight."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotReadyError(f"{type(self).__name__}: pruning is not part of this release yet")
-
-
-class SConv2d(SparseOpr):
-    """Convolution with masked filters."""
+def sparse_module(org_module: nn.Module, config: Any) -> SparseOpr:
+    """The masked form of a layer: the registered one of its class, or one made for it."""
+    kind = type(org_module)
+    found = SMODULE_MAP.get(kind)
+    if found is None:  # a class of the user's, or a layer without a file: masks work on any module
+        found = type(f"S{kind.__name__}", (SparseOpr, kind), {})
+    return found(org_module, config)
 
 
-class SLinear(SparseOpr):
-    """Linear layer with a masked weight."""
+SMODULE_MAP.discover(__name__)
 
-
-class SBatchNorm2d(SparseOpr):
-    """BatchNorm that follows the mask of its convolution."""
+from sparsebit.sparse.modules.layers import SConv2d, SLinear  # noqa: E402
+from sparsebit.sparse.modules.norms import SBatchNorm2d  # noqa: E402

@@ -1,23 +1,16 @@
-"""Sparsers: how to choose what is pruned. Names of the original; their work comes with the pruning release."""
+"""Sparsers: what decides which channels or weights matter least. A file here that registers one is all it takes."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from sparsebit.errors import NotReadyError
 from sparsebit.registry import Registry
+from sparsebit.sparse.sparsers.base import Sparser
+
+__all__ = ["SPARSERS_MAP", "Sparser", "build_sparser", "register_sparser"]
 
 SPARSERS_MAP: Registry[type[Sparser]] = Registry("sparser")
 S = TypeVar("S", bound="type[Sparser]")
-
-
-class Sparser:
-    """Gives a mask for one module."""
-
-    STRATEGY = ""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        raise NotReadyError(f"{type(self).__name__}: pruning is not part of this release yet")
 
 
 def register_sparser(cls: S) -> S:
@@ -26,8 +19,10 @@ def register_sparser(cls: S) -> S:
     return cls
 
 
-def build_sparser(config: Any, opr: Any) -> Sparser:
-    return SPARSERS_MAP[config.sparser.strategy](config, opr)
+def build_sparser(config: Any, opr: Any = None) -> Sparser:
+    """The sparser that a SparseConfig, or its SPARSER section, asks for; `opr` is the layer it is for."""
+    section = getattr(config, "sparser", config)
+    return SPARSERS_MAP[section.strategy](section, opr)
 
 
 SPARSERS_MAP.discover(__name__)

@@ -1,14 +1,20 @@
-"""L1 norm: prune what has the smallest absolute values."""
+"""L1 norm: what has the smallest absolute values goes (Li et al., Pruning Filters for Efficient ConvNets, 2017)."""
 
 from __future__ import annotations
 
-from sparsebit.sparse.sparsers import Sparser as BaseSparser
-from sparsebit.sparse.sparsers import register_sparser
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.sparse.sparsers import base, register_sparser
 
 
 @register_sparser
-class L1NormSparser(BaseSparser):
+class L1NormSparser(base.Sparser):
     STRATEGY = "l1norm"
+
+    def weights(self, layer: Any, name: str = "weight") -> Tensor:
+        return base.magnitude(layer, name)
 
 
 Sparser = L1NormSparser

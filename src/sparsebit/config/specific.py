@@ -10,17 +10,13 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, WithJsonSchema
 
 from sparsebit.config.messages import show
 from sparsebit.errors import ConfigError
 
-if TYPE_CHECKING:
-    from sparsebit.quantization.quant_config import TensorConfig
-
-T = TypeVar("T", bound="TensorConfig")
 
 _OVERRIDES = {"type": "object", "additionalProperties": {"type": ["array", "object"]}}
 _SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
@@ -59,7 +55,7 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
         yield from _flat(value, f"{path}.") if hasattr(value, "items") else (path, value)
 
 
-def variants(cfg: T) -> Iterator[tuple[str, T]]:
+def variants(cfg: Any) -> Iterator[tuple[str, Any]]:
     """For each pattern: where it stands, and the config it makes when it is the only one that matches."""
     plain = _without_specific(cfg) if cfg.specific else cfg
     for i, rule in enumerate(cfg.specific):
@@ -73,10 +69,10 @@ def variants(cfg: T) -> Iterator[tuple[str, T]]:
                 raise ConfigError("\n".join(f"{where}: {line}" for line in str(error).splitlines())) from None
 
 
-def resolve(cfg: T, names: Sequence[str]) -> T:
+def resolve(cfg: Any, names: Sequence[str]) -> Any:
     """The config of one layer, known as `names` (fx name, module path): SPECIFIC applied and dropped.
 
-    Layers with the same overrides share one frozen result; `clone()` it before changing anything.
+    `cfg` has the fields `letter`, `specific` and `_resolved`. Layers with the same overrides share one frozen result; `clone()` it before changing anything.
     """
     matching = [
         pairs
@@ -90,11 +86,10 @@ def resolve(cfg: T, names: Sequence[str]) -> T:
     key = repr(matching) if matching else ""
     if key not in cache:
         cache[key] = _apply(cfg, matching, names)
-    found: T = cache[key]
-    return found
+    return cache[key]
 
 
-def unmatched(cfg: TensorConfig, names: Iterable[str]) -> list[str]:
+def unmatched(cfg: Any, names: Iterable[str]) -> list[str]:
     """Patterns that match none of `names` (the fx names and module paths of all layers)."""
     names = list(names)
     patterns = dict.fromkeys(pattern for rule in cfg.specific for pattern in rule)
@@ -107,7 +102,7 @@ def _matcher(pattern: str) -> Callable[[str], object]:
     return re.compile(translate(pattern)).match
 
 
-def _apply(cfg: T, matching: list[list[Any]], names: Sequence[str]) -> T:
+def _apply(cfg: Any, matching: list[list[Any]], names: Sequence[str]) -> Any:
     try:
         return _without_specific(cfg).override(*(item for pairs in matching for item in pairs))
     except ConfigError as error:
@@ -116,5 +111,5 @@ def _apply(cfg: T, matching: list[list[Any]], names: Sequence[str]) -> T:
         raise ConfigError("\n".join(lines)) from None
 
 
-def _without_specific(cfg: T) -> T:
+def _without_specific(cfg: Any) -> Any:
     return cfg._changed(["SPECIFIC", []])

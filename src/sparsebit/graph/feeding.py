@@ -25,9 +25,9 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     signature = signature_of(model)
     count = 0
     with torch.no_grad():
-        for batch in _tracked(_as_iterable(batches), progress):
+        for batch in tracked(as_iterable(batches), progress):
             args, kwargs = as_call(batch, signature)
-            model(*_to(args, device), **_to(kwargs, device))
+            model(*to_device(args, device), **to_device(kwargs, device))
             count += 1
     if not count:
         raise CalibrationError("no calibration data: `batches` is empty; a few dozen samples are enough")
@@ -43,7 +43,7 @@ def signature_of(model: Any) -> inspect.Signature:
 
 def first_of(batches: Any) -> tuple[Any, Iterable[Any]]:
     """The first batch, and all of them: a generator runs only once, a shuffling loader draws only once."""
-    batches = _as_iterable(batches)
+    batches = as_iterable(batches)
     iterator = iter(batches)
     for first in iterator:
         return first, _Rest(first, iterator, batches)
@@ -80,7 +80,7 @@ def _required(signature: inspect.Signature) -> int:
     return sum(p.kind in kinds and p.default is p.empty for p in signature.parameters.values())
 
 
-def _as_iterable(batches: Any) -> Iterable[Any]:
+def as_iterable(batches: Any) -> Iterable[Any]:
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]  # one batch
     if not isinstance(batches, Iterable):
@@ -90,11 +90,11 @@ def _as_iterable(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def to_device(value: Any, device: torch.device) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
 
 
-def _tracked(batches: Iterable[Any], progress: bool | None, label: str = "calibrating") -> Iterator[Any]:
+def tracked(batches: Iterable[Any], progress: bool | None, label: str = "calibrating") -> Iterator[Any]:
     """A progress bar on terminals; `progress` True or False decides otherwise."""
     if not (sys.stderr.isatty() if progress is None else progress):
         yield from batches

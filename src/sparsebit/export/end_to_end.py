@@ -1,0 +1,161 @@
+"""Two runs of one model on the same batches: how far their outputs are apart.
+
+A file is compared with the model it was made from, and the model with itself when its input moves by 1e-5: the
+model's own noise floor. No runtime can be asked to be nearer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.export import runtime
+from sparsebit.export.calls import Call, called
+from sparsebit.export.runtime import Array
+
+FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
+NOISE = 1e-5
+Rows = list[tuple[str, str]]
+
+
+@dataclass
+class EndToEnd:
+    """Outputs of two runs of the same model on the same batches."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    largest: float = 0.0
+    labels: int = 0
+    labels_differ: int = 0
+
+    def add(self, expected: list[Array], got: list[Array]) -> None:
+        if [e.shape for e in expected] != [g.shape for g in got]:
+            self.noise = self.largest = float("inf")
+            return
+        for e, g in zip(expected, got):
+            apart = difference(e, g)
+            self.signal += float((np.nan_to_num(e, posinf=0, neginf=0).astype(np.float64) ** 2).sum())
+            self.noise += float((apart**2).sum())
+            self.largest = max(self.largest, float(apart.max(initial=0)))
+        if expected and expected[0].ndim >= 2 and expected[0].shape[-1] > 1:
+            a, b = expected[0].argmax(-1), got[0].argmax(-1)
+            self.labels += a.size
+            self.labels_differ += int((a != b).sum())
+
+    @property
+    def noise_db(self) -> float:
+        """Noise against signal: the lower the better; -inf is equal."""
+        if not self.noise:
+            return float("-inf")
+        return float(10 * np.log10(self.noise / self.signal)) if self.signal else float("inf")
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "noise_db": self.noise_db,
+            "largest_difference": self.largest,
+            "labels": self.labels,
+            "labels_differ": self.labels_differ,
+        }
+
+
+@dataclass
+class Comparison:
+    """What every certificate has: the file against the model, and the model against itself."""
+
+    runtime: EndToEnd = field(default_factory=EndToEnd)  # as users run it, all optimisations on
+    floor: EndToEnd = field(default_factory=EndToEnd)
+    rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
+
+    def failures(self) -> list[str]:
+        """What does not hold, in the order of the graph: the first is where it starts."""
+        raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        """What is worth saying though it holds."""
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"end_to_end": self.runtime.as_dict(), "noise_floor": self.floor.as_dict()}
+
+    def rows(self) -> Rows:
+        """Its own lines of the report."""
+        raise NotImplementedError
+
+
+def rounding_of(model: nn.Module) -> float:
+    """What two runtimes may differ by, as a share of the largest value."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return max(FLOAT_ROUNDING, 8 * max((torch.finfo(kind).eps for kind in kinds), default=0.0))
+
+
+def answers(
+    model: nn.Module, loaded: Any, calls: Iterable[Call], layers: Iterable[nn.Module]
+) -> Iterator[tuple[list[Array], list[Array], list[Array]]]:
+    """For each call: what the model answers, what the file does, and what the model does on a moved input.
+
+    The caller has put the model into the mode in which it is compared; `layers` may be lookups of words.
+    """
+    layers = list(layers)
+    for call in calls:
+        expected = runtime.torch_outputs(called(model, call))
+        got = runtime.run(loaded, runtime.feeds(loaded, *call))
+        with disturbed_lookups(layers):
+            moved = runtime.torch_outputs(called(model, disturbed(call)))
+        yield expected, got, moved
+
+
+def difference(a: Array, b: Array) -> Array:
+    """|a - b|; equal infinities and NaN in the same place are no difference, NaN in one of them is infinite."""
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(a.astype(np.float64) - b)
+    apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
+    return np.nan_to_num(apart, nan=np.inf)
+
+
+def check_output(expected: list[Array], got: list[Array]) -> float:
+    """The largest difference as a share of the largest value."""
+    if [e.shape for e in expected] != [g.shape for g in got]:
+        return float("inf")
+    worst = 0.0
+    for e, g in zip(expected, got):
+        if e.size:
+            finite = np.abs(np.nan_to_num(e, posinf=0, neginf=0)).max()
+            worst = max(worst, float(difference(e, g).max()) / max(float(finite), 1e-12))
+    return worst
+
+
+def disturbed(value: Any, seed: int = 0) -> Any:
+    """The same arguments, floats moved by noise of 1e-5 of their size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def move(x: Tensor) -> Tensor:
+        if not x.is_floating_point() or not x.numel():
+            return x
+        noise = torch.randn(x.shape, generator=generator).to(x)
+        return x + noise * NOISE * x.abs().max().clamp_min(1e-12)
+
+    return pytree.tree_map_only(Tensor, move, value)
+
+
+@contextmanager
+def disturbed_lookups(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Words are no floats that could be moved: move what the first layers make of them."""
+
+    def move(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        is_lookup = given and not any(t.is_floating_point() for t in given)
+        return disturbed(out) if is_lookup else out
+
+    handles = [m.register_forward_hook(move, with_kwargs=True) for m in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,196 @@
+"""Any nn.Module, pruned or not, to an ONNX file that has been run and agrees with it.
+
+Every output is compared with torch's: the largest difference, as a share of the largest value, is at most float
+rounding or what the model's own output moves by when its input moves by 1e-5 (end_to_end.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import ExportError
+from sparsebit.export import files, runtime
+from sparsebit.export.calls import Call, call_of, called, calls_of, evaluating
+from sparsebit.export.end_to_end import Comparison, Rows, answers, check_output, rounding_of
+from sparsebit.export.first_difference import first_difference
+from sparsebit.export.report import ExportReport, settle
+from sparsebit.export.runtime import Array
+from sparsebit.export.to_onnx import require, to_program
+from sparsebit.export.types import exporter_opset
+
+LOUD = 1e-2  # a noise floor above this lets much pass
+
+
+@dataclass
+class OutputCheck:
+    """One output, over all batches: the largest differences, as shares of the largest value."""
+
+    error: float = 0.0  # the file's
+    floor: float = 0.0  # the model's own, its input moved
+
+    def allowed(self, rounding: float) -> float:
+        return max(rounding, self.floor) if math.isfinite(self.floor) else rounding
+
+
+@dataclass
+class PlainCertificate(Comparison):
+    """What was compared of an ordinary model, and whether it holds."""
+
+    outputs: dict[str, OutputCheck] = field(default_factory=dict)
+    start: str = ""  # of a file that differs: the first value that does
+
+    def add(self, names: Sequence[str], expected: list[Array], got: list[Array], moved: list[Array]) -> float:
+        """One batch; returns its largest error."""
+        self.runtime.add(expected, got)
+        self.floor.add(expected, moved)
+        if len(expected) != len(got):
+            self.outputs[f"count ({len(got)}, the model has {len(expected)})"] = OutputCheck(math.inf)
+            return math.inf
+        worst = 0.0
+        for name, mine, theirs, other in zip(names, expected, got, moved):
+            check = self.outputs.setdefault(name, OutputCheck())
+            error = check_output([mine], [theirs])
+            check.error, check.floor = (
+                max(check.error, error),
+                max(check.floor, check_output([mine], [other])),
+            )
+            worst = max(worst, error)
+        return worst
+
+    def failures(self) -> list[str]:
+        wrong = [
+            f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
+            for name, check in self.outputs.items()
+            if check.error > (allowed := check.allowed(self.rounding))
+        ]
+        return [self.start, *wrong] if wrong and self.start else wrong
+
+    def remarks(self) -> list[str]:
+        return [
+            f"the output {name} moves by {check.floor:.2g} of its largest value when the input moves by 1e-5: "
+            f"the file cannot be held to less than that"
+            for name, check in self.outputs.items()
+            if check.floor > LOUD
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {
+            name: {"error": check.error, "allowed": check.allowed(self.rounding)}
+            for name, check in self.outputs.items()
+        }
+        return {"outputs": found, **super().as_dict()}
+
+    def rows(self) -> Rows:
+        return [
+            ("output", f"{name}: within {check.error:.1e}, {check.allowed(self.rounding):.1e} is allowed")
+            for name, check in list(self.outputs.items())[:8]
+        ]
+
+
+def export_module(
+    model: nn.Module,
+    dummy: Any,
+    name: str | Path = "model.onnx",
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_axes: Any = None,
+    opset_version: int = 13,
+    verbose: bool = False,
+    *,
+    dynamic_shapes: Any = None,
+    batches: Any = (),
+) -> ExportReport:
+    """Write an ONNX file that has been run and agrees with `model`, and its report beside it.
+
+    dummy          arguments of the forward: a tensor, a tuple, a dict of keyword arguments.
+    dynamic_axes   `{"input": {0: "batch"}}` as in the old exporter, or dynamic_shapes as in torch.export.
+    opset_version  the least opset; torch's exporter writes 18 or more.
+    batches        more inputs to compare the file and the model on.
+
+    The model is exported in eval mode and comes back as it was. A file that differs is kept apart, as
+    <name>.failed.onnx, and ExportError says where it starts.
+    """
+    require("onnx", "onnxscript", "onnxruntime")
+    from sparsebit.export.graph_edit import clean
+
+    path = files.writable(name)
+    opset, reason = exporter_opset(opset_version)
+    _check_model(model)
+    signature, device = inspect.signature(model.forward), _device_of(model)
+    call = call_of(dummy, signature, device)
+    with torch.no_grad(), evaluating(model):
+        _check_runs(model, call)
+        program = to_program(
+            model, *call, opset, input_names, output_names, dynamic_axes, dynamic_shapes, verbose
+        )
+        clean(program.model)
+        with files.drafting(path) as draft:
+            files.write(program.model, draft)
+            certificate = certify(
+                model, program.exported_program, draft, [call, *calls_of(batches, signature, device)]
+            )
+            report = ExportReport("", "", opset, reason, 0, certificate, notes=certificate.remarks())
+            settle(report, draft, path)
+    return report
+
+
+def certify(model: nn.Module, program: Any, file: Path, calls: list[Call]) -> PlainCertificate:
+    """Run the file as users do, and compare; of one that differs, find the first value that does."""
+    certificate = PlainCertificate(rounding=rounding_of(model))
+    loaded = runtime.session(file)
+    names = [output.name for output in loaded.get_outputs()]
+    leaves = [m for m in model.modules() if not list(m.children())]
+    errors = [certificate.add(names, *found) for found in answers(model, loaded, calls, leaves)]
+    if certificate.failures():
+        worst = calls[max(range(len(calls)), key=errors.__getitem__)]
+        certificate.start = first_difference(model, program, file, worst, certificate.rounding)
+    return certificate
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ExportError(f"model: expected an nn.Module that is not scripted, got {type(model).__name__}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype is torch.bfloat16:
+            raise ExportError(
+                f"{name}: is bfloat16, in which onnxruntime computes nothing on this machine\n"
+                f"  fix: export a copy in float32, copy.deepcopy(model).float()"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Where the model is; of one without numbers, wherever its inputs are."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), None)
+
+
+def _check_runs(model: nn.Module, call: Call) -> None:
+    """A dummy that the model cannot take, or answers that no file could give, are no fault of the exporter."""
+    try:
+        first, second = called(model, call), called(model, call)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error)[:600]}"
+        raise ExportError(f"dummy: the model does not run on it: {reason}") from error
+    for place, leaf in pytree.tree_flatten_with_path(first)[0]:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            where = pytree.keystr(place)
+            raise ExportError(f"model: its output{where} is {leaf!r:.40}, but a file gives only tensors")
+    expected = runtime.torch_outputs(first)
+    if not any(np.isfinite(array).any() for array in expected):
+        raise ExportError(
+            "dummy: the model's outputs have no finite value for it, so there is nothing to compare"
+        )
+    if check_output(expected, runtime.torch_outputs(second)) > rounding_of(model):
+        raise ExportError(
+            "model: answers the same input differently each time, so no file can be compared with it\n"
+            "  fix: no random numbers in eval mode, and no state that a forward leaves behind"
+        )

@@ -1,0 +1,75 @@
+"""The form of a graph that channel rules know: weights in modules, torch's own attention blocks opened up."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from sparsebit.graph.passes import run_passes
+from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
+from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.sparse.opened import attention_mask, closed_blocks, open_blocks
+from sparsebit.sparse.running import Call, Runner
+
+
+def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
+    """`gm` with every weight in a module; nn.MultiheadAttention and the blocks around it become ops."""
+    if closed_blocks(gm):
+        opened = copy.deepcopy(gm)
+        open_blocks(opened)
+        if _same(opened, gm, example):
+            gm = trace(opened, FormTracer(), example).eval()
+    _Ranks(gm).run_on(gm, example)
+    run_passes(gm, [functions_to_modules])
+    for node in gm.graph.nodes:
+        node.meta.pop("val", None)
+    gm._tracer_cls = gm.graph._tracer_cls = CodeTracer
+    return gm
+
+
+class _Ranks(Runner):
+    """Tells the nodes how many axes their values have: a batch norm over 4 is a BatchNorm2d."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            n.meta["val"] = torch.empty(value.shape, device="meta")
+        return value
+
+
+class FormTracer(LeafTracer):
+    """Masks of attention are one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._autowrap_function_ids.add(id(attention_mask))
+
+
+class CodeTracer(FormTracer):
+    """Torch unpickles a graph by tracing its code again: this one can, whatever is in it."""
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        with self.prepared_torch():
+            graph = super().trace(root, concrete_args)
+        for node in graph.nodes:  # torch.fx.wrap would be called again, on names that are no functions
+            node.meta.pop("is_wrapped", None)
+        return graph
+
+
+@torch.no_grad()
+def _same(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
+    """A way of calling attention that the open form does not have keeps its block whole."""
+    run = lambda m: pytree.tree_leaves(m(*copy.deepcopy(example[0]), **copy.deepcopy(dict(example[1]))))
+    want = run(gm.eval())
+    try:
+        got = run(opened.eval())
+    except Exception:
+        return False
+    pairs = [(a, b) for a, b in zip(got, want) if isinstance(b, Tensor)]
+    return len(got) == len(want) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs
+    )

@@ -1,0 +1,128 @@
+"""The graph of a model with masked layers, and the way back: masks multiplied into an ordinary module."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from sparsebit.graph.ops import module_of
+from sparsebit.sparse.modules import SparseOpr, sparse_module
+from sparsebit.sparse.modules.base import mask_name
+from sparsebit.sparse.sparse_config import SparseConfig, resolve
+
+
+def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
+    """The same graph over the same parameters; layers, and parameters that the graph reads by itself, have masks."""
+    tensors = [*plain.parameters(), *plain.buffers()]
+    gm = copy.deepcopy(plain, {id(t): t for t in tensors})
+    gm.meta = dict(plain.meta)
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            for path in _layers(gm, str(node.target)):
+                _mask_layer(gm, path, node, cfg)
+        elif node.op == "get_attr":
+            _mask_parameter(gm, node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
+    """What is masked as one: a leaf of the graph, or the layers inside an island."""
+    module = gm.get_submodule(path)
+    if path in gm.meta.get("islands", {}) or "" in gm.meta.get("islands", {}):
+        for name, inner in module.named_modules():
+            if not list(inner.children()) and list(inner.parameters(recurse=False)):
+                yield f"{path}.{name}".strip(".")
+    elif list(module.parameters()):
+        yield path
+
+
+def _mask_layer(gm: fx.GraphModule, path: str, node: fx.Node, cfg: SparseConfig) -> None:
+    module = gm.get_submodule(path)
+    if isinstance(module, SparseOpr):
+        return  # called twice
+    opr = sparse_module(module, None)
+    opr.normed = len(node.users) == 1 and _is_norm(next(iter(node.users)), gm)
+    opr.build_sparser(resolve(cfg.sparser, [node.name, path]))
+    opr.train(module.training)
+    owner, _, name = path.rpartition(".")
+    setattr(gm.get_submodule(owner), name, opr)
+
+
+def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(module_of(node, gm), _NormBase)
+
+
+def _mask_parameter(gm: fx.GraphModule, node: fx.Node) -> None:
+    owner, _, name = str(node.target).rpartition(".")
+    module = gm.get_submodule(owner)
+    value = module._parameters.get(name)
+    if value is None or not value.is_floating_point():
+        return
+    if mask_name(name) not in module._buffers:
+        module.register_buffer(
+            mask_name(name), torch.ones(value.shape, dtype=torch.bool, device=value.device)
+        )
+    with gm.graph.inserting_after(node):
+        mask = gm.graph.get_attr(f"{owner}.{mask_name(name)}".lstrip("."))
+    with gm.graph.inserting_after(mask):
+        product = gm.graph.call_function(operator.mul, (node, mask))
+    node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+
+
+def oprs_of(model: nn.Module) -> dict[str, Any]:
+    """The masked layers, by module path."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, SparseOpr)}
+
+
+def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
+    """The masked layer that a parameter belongs to, and the parameter's name in it; None where there is none."""
+    owner, _, name = path.rpartition(".")
+    while owner and owner not in oprs:
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}"
+    opr = oprs.get(owner)
+    return (opr, name) if opr is not None and name in opr.layer_parameters() else (None, path)
+
+
+def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
+    """The mask of the parameter at `path`; buffers have none."""
+    opr, name = owner_of(path, oprs)
+    if opr is not None:
+        return opr.mask_of(name)
+    owner, _, last = path.rpartition(".")
+    return (
+        model.get_submodule(owner)._buffers.get(mask_name(last))
+        if last in model.get_submodule(owner)._parameters
+        else None
+    )
+
+
+@torch.no_grad()
+def bake(model: nn.Module, target: nn.Module) -> None:
+    """Give `target`, which has the module paths of `model`, its weights of now, masked and gated."""
+    new: dict[int, nn.Parameter] = {}
+    oprs, places = oprs_of(model), dict(target.named_modules())
+    for path, p in model.named_parameters(remove_duplicate=False):
+        owner, _, name = path.rpartition(".")
+        if owner not in places or name not in places[owner]._parameters:
+            continue  # gates of a sparser
+        opr, inner = owner_of(path, oprs)
+        mask = mask_at(model, path, oprs)
+        value = opr.masked(inner) if opr is not None else p if mask is None else p * mask
+        new.setdefault(id(p), nn.Parameter(value.detach().clone(), p.requires_grad))
+        places[owner]._parameters[name] = new[id(p)]
+    for path, b in model.named_buffers(remove_duplicate=False):
+        owner, _, name = path.rpartition(".")
+        if owner in places and name in places[owner]._buffers:
+            places[owner]._buffers[name] = b.detach().clone()
+    for place in places.values():
+        if isinstance(place, nn.RNNBase):
+            place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]

@@ -1,0 +1,81 @@
+"""SparseOpr: a layer whose parameters are multiplied by masks, and by the learned gates of its sparser, when it runs.
+
+The class is that of the layer itself, so what works on `nn.Conv2d` works on `SConv2d`. Masks are buffers: `w_mask` of
+the weight, `b_mask` of the bias, `<name>_mask` of any other parameter, also of those in modules that the layer holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAMES = {"weight": "w_mask", "bias": "b_mask"}
+
+
+def mask_name(parameter: str) -> str:
+    return NAMES.get(parameter, f"{parameter.replace('.', '_')}_mask")
+
+
+class SparseOpr(nn.Module):
+    normed = False  # a batch norm follows
+    sparser: Any
+
+    def __init__(self, org_module: nn.Module, config: Any = None):
+        nn.Module.__init__(self)
+        for name, value in vars(org_module).items():  # the same layer: its parameters, options and hooks
+            self.__dict__[name] = value.copy() if isinstance(value, dict) else value
+        for name, p in org_module.named_parameters():
+            self.register_buffer(mask_name(name), torch.ones(p.shape, dtype=torch.bool, device=p.device))
+        self.sparser = None
+        if config is not None:
+            self.build_sparser(config)
+
+    def build_sparser(self, config: Any) -> None:
+        from sparsebit.sparse.sparsers import build_sparser
+
+        self.sparser = build_sparser(config, self)
+
+    def layer_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the layer, without its sparser's."""
+        return {k: p for k, p in self.named_parameters() if not k.startswith("sparser.")}
+
+    def mask_of(self, parameter: str) -> Tensor:
+        mask: Tensor = self._buffers[mask_name(parameter)]  # type: ignore[assignment]
+        return mask
+
+    def reset_masks(self) -> None:
+        for name in self.layer_parameters():
+            self.mask_of(name).fill_(True)
+
+    def masked(self, name: str) -> Tensor:
+        """The parameter as the layer uses it."""
+        p = self.get_parameter(name)
+        value = p * self.mask_of(name).to(p.dtype)
+        gate = self.sparser.gate(self, name) if self.sparser is not None else None
+        return value if gate is None else value * gate.to(p.dtype)
+
+    @contextmanager
+    def using(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the layer has these values for parameters."""
+        changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for name, value in values.items():
+            owner, _, last = name.rpartition(".")
+            module = self.get_submodule(owner)
+            changed.append((module.__dict__, {"_parameters": module.__dict__["_parameters"]}))
+            module.__dict__["_parameters"] = {**module.__dict__["_parameters"], last: value}
+        if isinstance(self, nn.RNNBase):
+            changed.append((self.__dict__, {"_flat_weights": self._flat_weights}))
+            self.__dict__["_flat_weights"] = [self._parameters[n] for n in self._flat_weights_names]
+        try:
+            yield
+        finally:
+            for target, old in reversed(changed):
+                target.update(old)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.using({name: self.masked(name) for name in self.layer_parameters()}):
+            return super().forward(*args, **kwargs)

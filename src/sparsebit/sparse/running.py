@@ -1,0 +1,46 @@
+"""Running a graph node by node on an example."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class Runner(fx.Interpreter):
+    """fx.Interpreter that keeps every value, and takes arguments as the forward does."""
+
+    def __init__(self, gm: fx.GraphModule):
+        super().__init__(gm, garbage_collect_values=False)
+        self.given: Mapping[str, Any] = {}
+
+    def run_on(self, gm: fx.GraphModule, example: Call) -> Any:
+        """Run on an example of the forward of `gm`, which has the same inputs."""
+        bound = inspect.signature(gm.forward).bind(*example[0], **example[1])
+        bound.apply_defaults()
+        self.given = bound.arguments
+        with torch.no_grad():
+            return self.run()
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.given[target.lstrip("*")]  # the base class has no way with **kwargs
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
+        """With lists that can be written to, as in the code of the graph."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return _plain(args), _plain(kwargs)
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    if isinstance(value, fx.immutable_collections.immutable_list):
+        return list(map(_plain, value))
+    if isinstance(value, fx.immutable_collections.immutable_dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,316 @@
+"""SparseModel: a model with masks. Choose what goes, train on, then `compact()` removes it for real.
+
+    smodel = SparseModel(model, config, example)
+    smodel.calibrate(batches, loss)      # where the sparser wants data
+    smodel.calc_params()                 # masks
+    small = smodel.compact()             # an ordinary, smaller module
+
+The graph of the model exists twice and shares its parameters: `model`, which runs, with masked layers; and a plain
+one, which labels are found on and which is cut. Masks are the only record of what goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.ops import op_of
+from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
+from sparsebit.sparse import allocate, feeding
+from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.masking import bake, mask_at, oprs_of, with_masks
+from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.prune import call_of, compact, traced
+from sparsebit.sparse.scores import class_ratios, class_scores
+from sparsebit.sparse.sparse_config import SparseConfig, unmatched
+from sparsebit.sparse.surgery import Cut
+
+log = logging.getLogger("sparsebit")
+ADDS = {operator.add, operator.iadd, torch.add, torch.Tensor.add, torch.Tensor.add_}
+
+
+class SparseModel(nn.Module):
+    """`example` is a tensor, a tuple of arguments or a mapping; without one, the first forward shows the shapes."""
+
+    model: fx.GraphModule
+
+    def __init__(self, model: nn.Module, config: Any = None, example: Any = None):
+        super().__init__()
+        self.cfg = SparseConfig.load({} if config is None else config)
+        self.device = torch.device(self.cfg.device)
+        self.example = None if example is None else call_of(example)
+        self._hidden: dict[str, Any] = {"source": model, "plain": traced(model, self.example), "walk": None}
+        self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
+        self._shown = False
+        self.model = with_masks(self._hidden["plain"], self.cfg)
+        missed = unmatched(
+            self.cfg.sparser, [n for node in self.model.graph.nodes for n in (node.name, str(node.target))]
+        )
+        if missed:
+            log.warning("SPARSER.SPECIFIC: no layer is called %s", " or ".join(missed))
+        self.training = model.training
+        self.to(self.device)
+
+    # -- the layers ----------------------------------------------------------------------------------
+    def oprs(self) -> dict[str, Any]:
+        """The masked layers, by module path."""
+        return oprs_of(self.model)
+
+    def set_ratio(self, ratio: float) -> None:
+        """The same share for every layer; single ones: `smodel.model.conv1.sparser.set_ratio(0.3)`."""
+        for opr in self.oprs().values():
+            opr.sparser.set_ratio(ratio)
+
+    def disable_sparse_before_add(self) -> None:
+        """Layers whose output is added to something keep all of it."""
+        oprs = self.oprs()
+        for node in self.model.graph.nodes:
+            if node.op.startswith("call") and op_of(node, self.model) in ADDS:
+                for source in node.all_input_nodes:
+                    while source.op == "call_module" and isinstance(oprs.get(str(source.target)), _NormBase):
+                        source = source.all_input_nodes[0]
+                    if source.op == "call_module" and str(source.target) in oprs:
+                        oprs[str(source.target)].sparser.set_ratio(0.0)
+
+    # -- data ----------------------------------------------------------------------------------------
+    def prepare_calibration(self) -> None:
+        """Kept for old scripts: calibrate() does all there is to do."""
+
+    def calibrate(self, batches: Any, loss: Any = None, progress: bool | None = None) -> SparseModel:
+        """Show batches to the sparsers that want some; see feeding.py for what `loss(output, target)` gets."""
+        feeding.show(self, self.oprs(), batches, loss, progress)
+        self._shown = True
+        return self
+
+    def penalty(self) -> Tensor:
+        """What sparsers that learn (slimming, l0) add to the training loss."""
+        terms = [opr.sparser.penalty(opr) for opr in self.oprs().values()]
+        found = [term for term in terms if term is not None]
+        return torch.stack(found).sum() if found else torch.zeros((), device=self.device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.example is None:
+            self.example = _alone((args, kwargs))
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            self.calc_params(**waiting)
+        return self.model(*args, **kwargs)
+
+    # -- what goes -----------------------------------------------------------------------------------
+    @torch.no_grad()
+    def calc_params(
+        self,
+        example: Any = None,
+        *,
+        share: float = 1.0,
+        macs: float | None = None,
+        params: float | None = None,
+        latency: float | None = None,
+    ) -> None:
+        """Set the masks: every layer loses its sparser's ratio, or all what a budget asks for.
+
+        share    of the ratios; a schedule raises it from 0 to 1.
+        macs, params, latency   what is left of the whole model, as a share.
+        Structured pruning must see shapes: with no example so far, the masks come with the next forward.
+        """
+        wants = next((o.sparser.NEEDS for o in self.oprs().values() if o.sparser.NEEDS), "")
+        if wants and not self._shown:
+            with_loss = ", loss" if wants == "gradients" else ""
+            raise CalibrationError(
+                f"{self.cfg.sparser.strategy} decides by data: call calibrate(batches{with_loss}) before "
+                f"calc_params(), or pass batches to sparsebit.prune"
+            )
+        if example is not None:
+            self.example = call_of(example)
+        budget = {
+            k: v for k, v in (("macs", macs), ("params", params), ("latency", latency)) if v is not None
+        }
+        if self.cfg.sparser.type == "unstructured":
+            if budget:
+                raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
+            self._mask_weights(share)
+        elif self.example is None:
+            self._waiting = {"share": share, **budget}
+        else:
+            self._mask_channels(share, budget)
+
+    def _mask_channels(self, share: float, budget: Mapping[str, float]) -> None:
+        walk, section = self.walk(), self.cfg.sparser
+        scores = class_scores(walk, self.oprs())
+        ratios = class_ratios(walk, self.oprs(), section.ratio)
+        known = scores.isfinite() & (ratios > 0)
+
+        def choose(ratio: float) -> Tensor:
+            if section.scope == "global":
+                return allocate.together(walk, scores, ratio, known, section.round_to)
+            same = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
+            return allocate.uniform(walk, scores, same, section.round_to)
+
+        if budget:
+            ((name, left),) = budget.items()
+            dropped = allocate.within(walk, choose, allocate.COSTS[name](walk), left)
+        elif section.scope == "global":
+            dropped = choose(min(section.ratio * share, allocate.MOST))
+        else:
+            dropped = choose(share)
+        self._set_masks(Cut(walk, dropped))
+
+    def _set_masks(self, cut: Cut) -> None:
+        oprs = self.oprs()
+        self.reset_masks()
+        for part in cut.walk.slices.values():
+            mask = mask_at(self.model, part.path, oprs)
+            if mask is not None:
+                line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
+                mask &= cut.keeps(part.labels).view(line).to(mask.device)
+        for path, labels in cut.walk.normed.items():
+            oprs[path].kept.copy_(cut.keeps(labels))
+
+    def _mask_weights(self, share: float) -> None:
+        section, oprs = self.cfg.sparser, self.oprs()
+        pattern = tuple(map(int, section.pattern.split(":"))) if section.pattern else None
+        self.reset_masks()
+        ranked: list[tuple[Tensor, Tensor]] = []
+        for opr, name in _single_weights(oprs):
+            sparser, mask = opr.sparser, opr.mask_of(name)
+            ratio = sparser.ratio * share
+            if pattern is None and not ratio:
+                continue
+            solved = sparser.solve(opr, ratio, pattern)
+            if solved is not None:
+                opr.get_parameter(name).copy_(solved[0])
+                mask.copy_(solved[1])
+            elif sparser.NEEDS and not _knows(sparser):
+                continue  # sparsegpt has no way with this layer
+            elif pattern is not None:
+                mask.copy_(n_of_m(sparser.weights(opr, name), *pattern))
+            elif section.scope == "global":
+                ranked.append((sparser.weights(opr, name), mask))
+            else:
+                mask.copy_(keep_best(sparser.weights(opr, name), ratio, sparser.PER_ROW))
+        if ranked:
+            for (_, mask), new in zip(
+                ranked, keep_best_of_all([w for w, _ in ranked], section.ratio * share)
+            ):
+                mask.copy_(new)
+
+    def reset_masks(self) -> None:
+        """Nothing goes."""
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("_mask", ".kept")):
+                buffer.fill_(True)
+
+    # -- results -------------------------------------------------------------------------------------
+    def walk(self) -> Walk:
+        """The labelled plain graph, with the weights of now."""
+        if self.example is None:
+            raise ConfigError(
+                "SparseModel: needs an example input first: SparseModel(model, config, example)"
+            )
+        bake(self.model, self._hidden["plain"])
+        if self._hidden["walk"] is None:
+            with torch.no_grad():
+                self._hidden["walk"] = Walk.through(self._hidden["plain"].eval(), self.example)
+        found: Walk = self._hidden["walk"]
+        return found
+
+    def cut(self) -> Cut:
+        """What the masks say: a class goes where every parameter that has it is masked there."""
+        walk = self.walk()
+        n, oprs = len(walk.labels), self.oprs()
+        gone, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+        for part in walk.slices.values():
+            mask = mask_at(self.model, part.path, oprs)
+            if mask is not None:
+                left = mask.cpu().movedim(part.axis, 0).flatten(1).any(1) if mask.dim() > 1 else mask.cpu()
+                roots = walk.labels.roots(part.labels)
+                gone[roots[~left]] = True
+                stays[roots[left]] = True
+        return Cut(walk, (gone & ~stays).nonzero().flatten())
+
+    @property
+    def plan(self) -> Plan:
+        """Which channels stay, layer by layer: print it, save it, apply it to a fresh model."""
+        return Plan.of(self.cut())
+
+    def compact(self) -> nn.Module:
+        """An ordinary module without what the masks say: smaller if structured, else with zeros."""
+        own = copy.deepcopy(self._hidden["source"])
+        bake(self.model, own)
+        own.train(self.training)
+        if self.cfg.sparser.type == "unstructured":
+            return own
+        return compact(own, self.cut())
+
+    def sparsity(self) -> dict[str, float]:
+        """The share of weights that is masked, by layer."""
+        return {
+            f"{path}.{name}".removesuffix(".weight"): float((~opr.mask_of(name)).float().mean())
+            for path, opr in self.oprs().items()
+            for name, p in opr.layer_parameters().items()
+            if p.dim() > 1
+        }
+
+    def export_onnx(
+        self,
+        dummy_data: Any,
+        name: str = "model.onnx",
+        input_names: list[str] | None = None,
+        output_names: list[str] | None = None,
+        dynamic_axes: Any = None,
+        opset_version: int = 13,
+        verbose: bool = False,
+        extra_info: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Write the compact model, run the file, and compare; `extra_info` has no meaning here."""
+        from sparsebit.export.plain import export_module
+
+        if self.example is None:
+            self(*call_of(dummy_data)[0], **call_of(dummy_data)[1])
+        model = self.compact().eval()
+        return export_module(
+            model,
+            dummy_data,
+            name,
+            input_names,
+            output_names,
+            dynamic_axes,
+            opset_version,
+            verbose,
+            **options,
+        )
+
+    # -- inner parts ---------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        hidden = {**self._hidden, "walk": None}  # labels are keyed by nodes: found again when they are needed
+        for key, value in self.__dict__.items():
+            new.__dict__[key] = copy.deepcopy(hidden if key == "_hidden" else value, memo)
+        return new
+
+
+def _single_weights(oprs: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    for opr in oprs.values():
+        for name, p in opr.layer_parameters().items():
+            if p.dim() > 1 and not isinstance(opr, nn.Embedding):
+                yield opr, name
+
+
+def _knows(sparser: Any) -> bool:
+    return bool(getattr(sparser, "rows", 1))
+
+
+def _alone(call: Any) -> Any:
+    args, kwargs = call
+    detach = lambda v: v.detach().clone() if isinstance(v, Tensor) else v
+    return tuple(map(detach, args)), {k: detach(v) for k, v in kwargs.items()}

@@ -1,0 +1,128 @@
+"""Sparser: one per layer; gives the worth of its weights, and of its channels. What is worth least goes.
+
+A new sparser is a file with a class that has a STRATEGY and `weights(layer)`, the worth of every single weight; the
+worth of a channel is their sum unless it says otherwise in `channels(layer, name, axis)`. One that needs data says so
+in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from sparsebit.config import Config
+from sparsebit.errors import ConfigError
+
+BOTH = ("structured", "unstructured")
+
+
+class Sparser(nn.Module):
+    STRATEGY: ClassVar[str] = ""
+    KINDS: ClassVar[tuple[str, ...]] = BOTH
+    NEEDS: ClassVar[str] = ""  # "batches", or "gradients": batches with a loss
+    COMPARABLE: ClassVar[bool] = False  # worths of different layers are on one scale
+    PER_ROW: ClassVar[bool] = False  # single weights compete inside an output channel, not inside the layer
+
+    class Params(Config):
+        """Options of a sparser, read from SPARSER.<STRATEGY> of the config."""
+
+    def __init__(self, config: Any, opr: Any = None):
+        super().__init__()
+        self.cfg = getattr(config, "sparser", config)
+        self.kind: str = self.cfg.type  # nn.Module has a method `type`
+        self.strategy: str = self.cfg.strategy
+        self.ratio: float = self.cfg.ratio
+        self.params = self.cfg.params(self.STRATEGY)
+
+    def set_ratio(self, ratio: float) -> None:
+        """The share of this layer that goes; counts from the next calc_params() on."""
+        if not 0 <= ratio <= 1:
+            raise ConfigError(f"ratio: must be from 0 to 1, got {ratio}")
+        self.ratio = float(ratio)
+
+    # -- what a subclass defines ---------------------------------------------------------------------
+    def weights(self, layer: nn.Module, name: str = "weight") -> Tensor:
+        """Worth of every weight, in the shape of the parameter `name`."""
+        raise NotImplementedError(f"{type(self).__name__} must define weights()")
+
+    def channels(self, layer: nn.Module, name: str, axis: int, makes: bool) -> Tensor | None:
+        """Worth of every position on `axis` of the parameter `name`; None: it says nothing about them.
+
+        makes   the axis is that of the channels that the layer makes; else it reads them.
+        """
+        return per_channel(self.weights(layer, name), axis) if makes else None
+
+    def see(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """One forward of the layer (NEEDS); with gradients, `output` takes part in the backward that follows."""
+
+    def see_gradients(self, layer: nn.Module) -> None:
+        """After the backward of a batch: parameters have the gradient of that batch."""
+
+    def penalty(self, layer: nn.Module) -> Tensor | None:
+        """What is added to the training loss, if this sparser learns while the model trains."""
+        return None
+
+    def gate(self, layer: nn.Module, name: str) -> Tensor | None:
+        """A learned factor on the parameter `name`, which broadcasts."""
+        return None
+
+    def solve(
+        self, layer: nn.Module, ratio: float, pattern: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """New weights and their mask, of a sparser that also corrects the weights that stay."""
+        return None
+
+    def extra_repr(self) -> str:
+        return f"{self.strategy}, {self.kind}, ratio={self.ratio}"
+
+
+# -- what layers look like -------------------------------------------------------------------------------
+def is_weighted(layer: nn.Module) -> bool:
+    """A matrix product: its weight has an axis of inputs and one of outputs."""
+    return isinstance(layer, (nn.Linear, _ConvNd))
+
+
+def out_axis(layer: nn.Module) -> int:
+    """The axis of layer.weight on which the channels that it makes are."""
+    if isinstance(layer, nn.Embedding):
+        return 1
+    return int(isinstance(layer, _ConvTransposeNd) and layer.groups == 1)
+
+
+def output_axis(layer: nn.Module, output: Tensor) -> int:
+    """The axis of the channels in what the layer returns, which has a batch."""
+    return 1 if isinstance(layer, (_ConvNd, _NormBase)) else output.dim() - 1
+
+
+def input_axis(layer: nn.Module, x: Tensor) -> int:
+    """The axis of the channels in what the layer reads."""
+    return x.dim() - 1 - (layer.weight.dim() - 2 if isinstance(layer, _ConvNd) else 0)
+
+
+def along_inputs(layer: Any, vector: Tensor) -> Tensor:
+    """One value per input channel -> what broadcasts with layer.weight."""
+    if not isinstance(layer, _ConvNd):
+        return vector
+    tail = [1] * (layer.weight.dim() - 2)
+    if isinstance(layer, _ConvTransposeNd):
+        return vector.view(-1, 1, *tail)
+    parts = vector.view(layer.groups, 1, -1).expand(-1, layer.out_channels // layer.groups, -1)
+    return parts.reshape(layer.out_channels, -1, *tail)
+
+
+def ends_channels(layer: Any, makes: bool) -> bool:
+    """Whether channels are final behind this layer: a batch norm, or a layer that none follows."""
+    return isinstance(layer, _NormBase) or (makes and not getattr(layer, "normed", False))
+
+
+def per_channel(worth: Tensor, axis: int) -> Tensor:
+    return worth.movedim(axis, 0).reshape(worth.shape[axis], -1).sum(1)
+
+
+def magnitude(layer: nn.Module, name: str = "weight") -> Tensor:
+    size = layer.get_parameter(name).detach().abs()
+    return size if size.dtype == torch.float64 else size.float()

@@ -1,0 +1,28 @@
+"""FPGM: filters near the geometric median of their layer go, for the others can stand in for them.
+
+He et al., Filter Pruning via Geometric Median, 2019: worth of filter i = sum over j of |F_i - F_j|.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.sparse.sparsers import base, register_sparser
+
+
+@register_sparser
+class FPGMSparser(base.Sparser):
+    STRATEGY = "fpgm"
+    KINDS = ("structured",)
+
+    def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
+        if not makes:
+            return None
+        filters = layer.get_parameter(name).detach().float().movedim(axis, 0).flatten(1)
+        return torch.cdist(filters, filters).sum(1)
+
+
+Sparser = FPGMSparser

@@ -1,0 +1,77 @@
+"""SparseGPT: like wanda it looks at the inputs, and it corrects the weights that stay (numeric/sparsegpt.py).
+
+For Linear layers, and convolutions without groups; other layers stay whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from sparsebit.config import Config
+from sparsebit.numeric.sparsegpt import sparsegpt
+from sparsebit.sparse.sparsers import base, register_sparser
+
+
+@register_sparser
+class SparseGPTSparser(base.Sparser):
+    STRATEGY = "sparsegpt"
+    KINDS = ("unstructured",)
+    NEEDS = "batches"
+
+    class Params(Config):
+        damping: float = Field(0.01, gt=0, description="added to the diagonal of the Hessian, of its mean")
+
+    def __init__(self, config: Any, opr: Any = None):
+        super().__init__(config, opr)
+        self.hessian: Tensor | float = 0.0
+        self.rows = 0
+
+    def see(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x = columns(layer, inputs[0]) if inputs and isinstance(inputs[0], Tensor) else None
+        if x is not None:
+            self.hessian, self.rows = self.hessian + (x.T @ x).double(), self.rows + len(x)
+
+    def solve(
+        self, layer: Any, ratio: float, pattern: tuple[int, int] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.rows:
+            return None
+        flat = layer.weight.detach()
+        order = (0, *range(2, flat.dim()), 1)  # input channels last: they are what n:m counts along
+        moved = flat.permute(order)
+        matrix, mask = sparsegpt(
+            moved.flatten(1),
+            torch.as_tensor(self.hessian),
+            ratio,
+            pattern,
+            self.params.damping,
+            flat.shape[1] if flat.dim() > 2 else None,
+        )
+        back = [order.index(d) for d in range(flat.dim())]
+        return matrix.view(moved.shape).permute(back), mask.view(moved.shape).permute(back)
+
+
+def columns(layer: Any, x: Tensor) -> Tensor | None:
+    """The rows that the weight matrix is multiplied with; its columns are (kernel position, input channel)."""
+    x = x.detach().float()
+    if isinstance(layer, nn.Linear):
+        return x.flatten(0, -2)
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or layer.groups > 1 or layer.padding_mode != "zeros":
+        return None
+    if isinstance(layer.padding, str):
+        return None
+    as2d = x if isinstance(layer, nn.Conv2d) else x.unsqueeze(2)
+    pair = lambda v, first: v if isinstance(layer, nn.Conv2d) else (first, *v)
+    size, step = pair(layer.kernel_size, 1), pair(layer.stride, 1)
+    patches = F.unfold(as2d, size, pair(layer.dilation, 1), pair(layer.padding, 0), step)
+    n, _, places = patches.shape
+    by_channel = patches.view(n, layer.in_channels, -1, places)  # (images, channel, kernel position, places)
+    return by_channel.permute(0, 3, 2, 1).reshape(n * places, -1)
+
+
+Sparser = SparseGPTSparser

@@ -1,0 +1,320 @@
+"""Single channel rules: what they prove, what they keep and why, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import channel_nets
+import pytest
+import sequence_nets
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from models import randomise
+from sparsebit.errors import SparsebitError
+from sparsebit.sparse.allocate import uniform
+from sparsebit.sparse.channel_rules import CHANNEL_RULES, pointwise
+from sparsebit.sparse.opened import OPEN, OpenAttention
+from sparsebit.sparse.prune import walk_of
+from sparsebit.sparse.surgery import Cut, check_equal
+
+
+def halved(net, x, ratio=0.5, seed=0):
+    """The walk, and the model that is left, compared with the masked one."""
+    walk = walk_of(net.eval(), x)
+    worth = torch.rand(len(walk.labels), generator=torch.Generator().manual_seed(seed))
+    cut = Cut(walk, uniform(walk, worth, ratio))
+    small = cut.compact()
+    check_equal(cut, cut.masked(), small)
+    return walk, small
+
+
+class Between(nn.Module):
+    """conv, something, conv."""
+
+    def __init__(self, act, out=4, middle=8):
+        super().__init__()
+        self.a, self.act, self.b = nn.Conv2d(3, 8, 1), act, nn.Conv2d(middle, out, 1)
+
+    def forward(self, x):
+        return self.b(self.act(self.a(x)))
+
+
+def between(act, middle=8):
+    return halved(Between(act, middle=middle), channel_nets.image())
+
+
+# -- what is kept, and why ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "act, middle, reason",
+    [
+        (lambda x: x.softmax(1), 8, "softmax"),
+        (lambda x: x.mean(1, keepdim=True), 1, "mean"),
+        (lambda x: x.sigmoid().sum(1, keepdim=True), 1, "sum"),  # not zero where the channel was
+        (lambda x: x[:, 2:3] * 2 + x[:, [4]], 1, "takes a single position"),
+        (lambda x: x.roll(1, 1), 8, "roll"),
+        (lambda x: F.normalize(x.exp(), 2.0, 1), 8, "normalize"),
+        (lambda x: x.cumsum(1), 8, "cumsum"),
+        (lambda x: F.local_response_norm(x, 3), 8, "local_response_norm"),
+        (lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True), 1, "vector_norm"),
+    ],
+)
+def test_kept_with_a_reason(act, middle, reason):
+    walk, small = between(act, middle)
+    assert small.a.out_channels == 8
+    assert any(reason in why for why in walk.labels.why_fixed.values()), set(walk.labels.why_fixed.values())
+
+
+@pytest.mark.parametrize(
+    "act, middle",
+    [
+        (lambda x: x.relu().sum(1, keepdim=True), 1),  # nothing is added where the channel was
+        (lambda x: F.normalize(x, dim=1), 8),
+        (lambda x: F.softmax(x.flatten(2), -1).view(2, 8, 16, 16), 8),
+        (lambda x: x.flip(1), 8),
+        (lambda x: torch.max(x, 2, keepdim=True)[0] + x, 8),
+        (lambda x: F.interpolate(F.avg_pool2d(x, 2), size=x.shape[-2:], mode="bilinear"), 8),
+        (lambda x: x * x.shape[1] ** -0.5, 8),  # the factor stays what it was
+        (lambda x: torch.where(x > 0, x, 0.1 * x), 8),
+        (lambda x: torch.stack([x, x.abs()], 1).amax(1), 8),
+        (lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2), 8),
+        (lambda x: x.tensor_split(2, dim=1)[1].relu(), 4),
+        (lambda x: torch.einsum("bchw,bcij->bhwij", x, x).flatten(3).permute(0, 3, 1, 2)[:, :8], 8),
+    ],
+)
+def test_cut(act, middle):
+    walk, small = between(act, middle)
+    assert small.a.out_channels < 8, walk.labels.why_fixed
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Between(nn.ReLU())
+        nn.utils.parametrize.register_parametrization(self.net.b, "weight", nn.Tanh())
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_computed_weights_are_kept():
+    walk, small = halved(Parametrized(), channel_nets.image())
+    assert small.net.a.out_channels == 8 and walk.labels.why_fixed
+
+
+# -- recurrent layers and attention ------------------------------------------------------------------------
+def test_hidden_size_follows():
+    _, small = halved(
+        sequence_nets.Recurrent(nn.LSTM, num_layers=2, bidirectional=True), channel_nets.words()
+    )
+    assert (small.rnn.input_size, small.rnn.hidden_size, small.fc.in_features) == (4, 6, 12)
+    assert small.rnn.weight_ih_l1_reverse.shape == (4 * 6, 12) and small.rnn.weight_hh_l0.shape == (24, 6)
+    assert all(a is b for a, b in zip(small.rnn._flat_weights, small.rnn.parameters()))
+
+
+def test_state_given_by_the_user_fixes_the_hidden_size():
+    class Stateful(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.fc = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x, h):
+            return self.fc(self.rnn(x, h)[0])
+
+    _, small = halved(Stateful(), (torch.randn(2, 5, 4), torch.randn(1, 2, 8)))
+    assert small.rnn.hidden_size == 8
+
+
+def test_whole_heads_go():
+    _, small = halved(sequence_nets.TorchAttention(True), channel_nets.words())
+    assert small.attn.q_proj.weight.shape == (8, 8)  # two of four heads of four, eight of sixteen channels
+    assert small.attn.out_proj.weight.shape == (8, 8)
+
+
+def test_head_bias_table_follows_the_heads():
+    _, small = halved(sequence_nets.FusedQKV(), channel_nets.image())
+    assert small.table.shape == (31, 2)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_dimensions_of_a_single_head_go(fused):
+    _, small = halved(sequence_nets.OneHead(fused), channel_nets.words())
+    assert (small.q.out_features, small.k.out_features, small.v.out_features) == (4, 4, 8)
+
+
+def test_tied_embedding_is_cut_once():
+    _, small = halved(sequence_nets.Rotary(), channel_nets.words())
+    assert small.head.weight is small.embed.weight and small.embed.weight.shape == (20, 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_first": True, "bias": False}, {"kdim": 6, "vdim": 10}])
+def test_open_attention_computes_the_same(options):
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(8, 2, **options).eval()
+    ours = OpenAttention(theirs).eval()
+    q, k, v = torch.randn(3, 3, 8), torch.randn(3, 3, theirs.kdim), torch.randn(3, 3, theirs.vdim)
+    added, ignored = torch.randn(3, 3), torch.tensor([[False, True, False]] * 3)
+    for masks in (
+        {},
+        {"attn_mask": added},
+        {"key_padding_mask": ignored, "average_attn_weights": False},
+        {"attn_mask": torch.randn(6, 3, 3), "key_padding_mask": ignored.float()},
+        {"attn_mask": torch.tensor([[False, True, True]] * 3)},
+    ):
+        for want, got in zip(theirs(q, k, v, **masks), ours(q, k, v, **masks)):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_open_layers_compute_the_same(kind, norm_first):
+    torch.manual_seed(0)
+    theirs = kind(8, 2, 12, norm_first=norm_first).eval()
+    x = [torch.randn(5, 3, 8) for _ in range(1 + ("Decoder" in kind.__name__))]
+    want = theirs(*x)
+    theirs.self_attn = OpenAttention(theirs.self_attn)
+    if len(x) > 1:
+        theirs.multihead_attn = OpenAttention(theirs.multihead_attn)
+    torch.testing.assert_close(OPEN[kind](theirs).eval()(*x), want)
+
+
+# -- a rule that is wrong ----------------------------------------------------------------------------------
+def wrong_rule(found):
+    def swap_channels(walk, node, input, *args, **kwargs):
+        return found(input)
+
+    return swap_channels
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        (lambda labels: torch.zeros_like(labels), "after pruning, where"),
+        (lambda labels: labels.flip(1), "differs from the masked one"),
+    ],
+)
+def test_an_error_names_the_node_and_the_rule(found, message, monkeypatch):
+    monkeypatch.setitem(CHANNEL_RULES._items, nn.Softplus, wrong_rule(found))
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Softplus(), nn.Conv2d(8, 4, 1))
+    with pytest.raises(SparsebitError, match=message) as error:
+        halved(net, channel_nets.image())
+    assert str(error.value).startswith("1: ") and "test_channel_rules.swap_channels" in str(error.value)
+
+
+def test_an_op_that_cannot_run_names_the_node_and_the_rule(monkeypatch):
+    monkeypatch.setitem(CHANNEL_RULES._items, F.local_response_norm, pointwise.unary)
+    monkeypatch.setitem(CHANNEL_RULES._items, nn.Bilinear, lambda w, n, a, b: a)
+    net = nn.ModuleDict({"a": nn.Linear(3, 8), "b": nn.Bilinear(8, 8, 8), "c": nn.Linear(8, 2)})
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            y = self.net["a"](x)
+            return self.net["c"](self.net["b"](y, y))
+
+    with pytest.raises(SparsebitError, match=r"^net\.b: does not run on the pruned shapes.*<lambda>"):
+        halved(Net(), torch.randn(2, 3))
+
+
+# -- random networks ---------------------------------------------------------------------------------------
+class Random(nn.Module):
+    """Steps, each on values made before; what is left over is concatenated for the classifier."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.layers, self.calls, channels, used = nn.ModuleList(), [], [3], set()
+        for kind, first, second, n in steps:
+            first, second = first % len(channels), second % len(channels)
+            layer, run, out = STEPS[kind](channels[first], channels[second], n)
+            self.calls.append((run, len(self.layers), first, second))
+            self.layers.append(layer if layer is not None else nn.Identity())
+            used |= {first, second} if kind in ("add", "mul", "cat") else {first}
+            channels += out
+        self.left = [i for i in range(len(channels)) if i not in used]
+        self.fc = nn.Linear(sum(channels[i] for i in self.left), 3)
+
+    def forward(self, x):
+        values = [x]
+        for run, layer, first, second in self.calls:
+            out = run(self.layers[layer], values[first], values[second])
+            values += out if isinstance(out, list) else [out]
+        return self.fc(torch.cat([values[i].mean((2, 3)) for i in self.left], 1))
+
+
+def with_layer(layer, out):
+    return layer, lambda f, a, b: f(a), [out]
+
+
+def grouped(c, d, n):
+    groups = max(g for g in range(1, n + 1) if c % g == 0)
+    return with_layer(nn.Conv2d(c, 2 * groups, 1, groups=groups), 2 * groups)
+
+
+def halves(c, d, n, run):
+    """Where the channels can be halved."""
+    return (None, run, [c]) if c % 2 == 0 else (None, lambda f, a, b: a.relu(), [c])
+
+
+# (channels of the first and second input, a number) -> (layer, what runs, channels of the results)
+STEPS = {
+    "conv": lambda c, d, n: with_layer(nn.Conv2d(c, 2 * n, 3, padding=1), 2 * n),
+    "grouped": grouped,
+    "depthwise": lambda c, d, n: with_layer(nn.Conv2d(c, c, 3, padding=1, groups=c), c),
+    "norm": lambda c, d, n: with_layer(nn.BatchNorm2d(c), c),
+    "layer norm": lambda c, d, n: (
+        nn.LayerNorm(c),
+        lambda f, a, b: f(a.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+        [c],
+    ),
+    "relu": lambda c, d, n: (None, lambda f, a, b: F.relu(a), [c]),
+    "sigmoid": lambda c, d, n: (None, lambda f, a, b: a.sigmoid(), [c]),
+    "add": lambda c, d, n: (nn.Identity() if c == d else nn.Conv2d(d, c, 1), lambda f, a, b: a + f(b), [c]),
+    "mul": lambda c, d, n: (
+        nn.Identity() if c == d else nn.Conv2d(d, c, 1),
+        lambda f, a, b: a * f(b).mean((2, 3), keepdim=True),
+        [c],
+    ),
+    "cat": lambda c, d, n: (None, lambda f, a, b: torch.cat([a, b], 1), [c + d]),
+    "split": lambda c, d, n: (
+        (None, lambda f, a, b: list(a.split([1, c - 1], 1)), [1, c - 1])
+        if c > 1
+        else (None, lambda f, a, b: a.tanh(), [c])
+    ),
+    "chunk": lambda c, d, n: (
+        (None, lambda f, a, b: list(a.chunk(2, 1)), [c // 2, c // 2])
+        if c % 2 == 0
+        else (None, lambda f, a, b: a.cos(), [c])
+    ),
+    "pool": lambda c, d, n: (None, lambda f, a, b: F.max_pool2d(a, 3, 1, 1), [c]),
+    "pad": lambda c, d, n: (
+        None,
+        lambda f, a, b: F.pad(a, (0, 0, 0, 0, n % 3, n % 2)),
+        [c + n % 3 + n % 2],
+    ),
+    "linear": lambda c, d, n: (
+        nn.Linear(c, n),
+        lambda f, a, b: f(a.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(a.shape[0], n, 4, 4),
+        [n],
+    ),
+    "reshape": lambda c, d, n: halves(
+        c, d, n, lambda f, a, b: a.view(a.shape[0], 2, c // 2, 4, 4).transpose(1, 2).flatten(1, 2)
+    ),
+    "slice": lambda c, d, n: (None, lambda f, a, b: a[:, c // 3 :], [c - c // 3]),
+    "sum": lambda c, d, n: (None, lambda f, a, b: a.sum(1, keepdim=True), [1]),
+}
+step = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9), st.integers(2, 5))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.lists(step, min_size=3, max_size=9), st.sampled_from([0.3, 0.5, 0.9]), st.integers(0, 3))
+def test_random_networks(steps, ratio, seed):
+    torch.manual_seed(seed)
+    net, x = randomise(Random([("conv", 0, 0, 4), *steps])), torch.randn(2, 3, 4, 4)
+    walk, small = halved(net, x, ratio, seed)
+    assert not walk.gm.meta["islands"]
+    small(torch.cat([x, x])).square().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in small.parameters())

@@ -1,0 +1,56 @@
+"""Models of torchvision and timm as they are, half of their channels removed: the rest computes what it did masked."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import zoo_shim
+import zoo_timm
+import zoo_torchvision
+from zoo_run import difference, forward, joined, waken
+
+from sparsebit.sparse.allocate import uniform
+from sparsebit.sparse.prune import compact, walk_of
+from sparsebit.sparse.surgery import Cut
+
+pytestmark = pytest.mark.zoo
+ALL = {f"{case.package}-{case.name}": case for case in [*zoo_torchvision.CASES, *zoo_timm.CASES]}
+TORCHVISION = """resnet18 resnet50 resnext50_32x4d densenet121 mobilenet_v2 mobilenet_v3_small efficientnet_b0
+    regnet_y_400mf shufflenet_v2_x1_0 squeezenet1_1 vgg11_bn googlenet inception_v3 vit_b_32 swin_t convnext_tiny maxvit
+    fcn_resnet50 r3d_18"""
+TIMM = """resnet18 vit_tiny_patch16_224 deit_tiny_distilled_patch16_224 swin_tiny_patch4_window7_224 mixer_s32_224
+    ghostnet_050 convnext_atto efficientformer_l1 efficientnet_b0 poolformer_s12 levit_128s pvt_v2_b0 cait_xxs24_224
+    regnety_002 skresnet18 res2next50 gmlp_ti16_224 sequencer2d_s mobilevit_xxs"""
+NAMES = [f"torchvision-{name}" for name in TORCHVISION.split()] + [f"timm-{name}" for name in TIMM.split()]
+LEFT = 0.4  # of the parameters, when half of all channels go
+MORE_LEFT = {
+    "torchvision-swin_t": (0.7, "its attention is a function that branches on sizes: it runs as it is"),
+    "timm-poolformer_s12": (0.65, "a GroupNorm of one group is over all channels: the residual ones stay"),
+    "timm-mobilevit_xxs": (0.9, "blocks that branch on sizes run as they are"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore")  # of the packages themselves
+def test_half_of_the_channels_go(name: str) -> None:
+    case = ALL[name]
+    if find_spec(case.package) is None:
+        pytest.skip(f"{case.package} is not installed")
+    zoo_shim.install()
+    torch.manual_seed(0)
+    batches = [case.batch(), case.batch()]
+    model = waken(case.build(), joined(*batches))
+    walk = walk_of(model, batches[0])
+    cut = Cut(walk, uniform(walk, torch.rand(len(walk.labels)), 0.5))
+    small = compact(model, cut).eval()  # compared with the masked model on the first batch, node by node
+    error = difference(forward(cut.masked(), batches[1]), forward(small, batches[1]))
+    assert error <= 1e-4, f"differs from the masked model by {error:.2g}"
+    left = parameters(small) / parameters(model)
+    assert left <= MORE_LEFT.get(name, (LEFT, ""))[0], f"{left:.2f} of the parameters are left"
+
+
+def parameters(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
