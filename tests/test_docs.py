@@ -71,8 +71,9 @@ def own_registries() -> Iterator[None]:
     from sparsebit.quantization.modules import QMODULE_MAP
     from sparsebit.quantization.observers import OBSERVERS_MAP
     from sparsebit.quantization.quantizers import QUANTIZERS_MAP
+    from sparsebit.sparse.sparsers import SPARSERS_MAP
 
-    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS)
+    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS, SPARSERS_MAP)
     saved = [dict(registry._items) for registry in registries]
     for registry in registries:
         foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]
@@ -164,6 +165,13 @@ def test_every_plug_in_is_explained(page, own_registries):
     text = (ROOT / page).read_text(encoding="utf-8")
     names = [*OBSERVERS_MAP, *QUANTIZERS_MAP, *(mode.name for mode in Mode)]
     assert not [name for name in names if f"| `{name}` |" not in text]
+
+
+def test_every_sparser_is_explained(own_registries):
+    from sparsebit.sparse.sparsers import SPARSERS_MAP
+
+    text = (ROOT / "docs/howto/prune.md").read_text(encoding="utf-8")
+    assert not [name for name in SPARSERS_MAP if f"`{name}`" not in text]
 
 
 def test_the_passes_are_drawn_in_their_order():

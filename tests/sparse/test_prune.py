@@ -13,7 +13,7 @@ import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.allocate import macs, uniform
-from sparsebit.sparse.prune import call_of, compact, prune, walk_of
+from sparsebit.sparse.prune import call_of, prune, walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 
 SMALLER = dict.fromkeys(channel_nets.ARCHITECTURES, 0.62) | {  # share of the parameters left at ratio 0.5
@@ -60,9 +60,7 @@ def test_smaller_model_trains_pickles_and_takes_another_batch_size(name):
     make, data = channel_nets.ARCHITECTURES[name]
     torch.manual_seed(0)
     x = data()
-    net = randomise(make())
-    walk = walk_of(net, x)
-    small = compact(net, Cut(walk, chosen(walk, 0.5)))
+    small = prune(randomise(make()), x, 0.5)
     again = pickle.loads(pickle.dumps(small))
     small.train()
     larger = pytree.tree_map_only(torch.Tensor, lambda t: torch.cat([t, t, t]), x)

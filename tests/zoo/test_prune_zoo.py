@@ -27,6 +27,7 @@ TIMM = """resnet18 vit_tiny_patch16_224 deit_tiny_distilled_patch16_224 swin_tin
 NAMES = [f"torchvision-{name}" for name in TORCHVISION.split()] + [f"timm-{name}" for name in TIMM.split()]
 LEFT = 0.4  # of the parameters, when half of all channels go
 MORE_LEFT = {
+    "torchvision-googlenet": (0.65, "heads that run in training only are in its class, not in the graph"),
     "torchvision-swin_t": (0.7, "its attention is a function that branches on sizes: it runs as it is"),
     "timm-poolformer_s12": (0.65, "a GroupNorm of one group is over all channels: the residual ones stay"),
     "timm-mobilevit_xxs": (0.9, "blocks that branch on sizes run as they are"),

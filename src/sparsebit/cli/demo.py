@@ -84,6 +84,13 @@ def accuracy(net: nn.Module, x: Tensor, y: Tensor) -> float:
     return (net(x).argmax(1) == y).float().mean().item() * 100
 
 
+def pruned(net: nn.Module, x: Tensor, y: Tensor, batches: list[Tensor]) -> nn.Module:
+    """Half of the multiplications go; the rest is trained for a few epochs."""
+    small = sparsebit.prune(net, x[:8], macs=0.5, batches=batches)
+    train(small.train(), x, y, epochs=5)
+    return small
+
+
 def seconds(work: Any, repeats: int = 5) -> float:
     """The best of a few runs: machines are noisy."""
     best = float("inf")
@@ -154,6 +161,15 @@ def main() -> None:
                 f"{weight_bytes(qmodel) / 1000:.1f}",
                 f"{took / forward:.2f} x",
             )
+    table.add_section()
+    with console.status("pruning to half the multiplications, and training on for 5 epochs ..."):
+        small = pruned(net, x, y, batches)
+    qmodel = sparsebit.quantize(small, batches, progress=False)
+    for bits, model, kilobytes in (
+        ("pruned", small, sum(p.numel() * 4 for p in small.parameters()) / 1000),
+        ("pruned W8A8", qmodel, weight_bytes(qmodel) / 1000),
+    ):
+        table.add_row(bits, "", f"{accuracy(model, x_test, y_test):.2f}", f"{kilobytes:.1f}", "")
     console.print(table)
     console.print("calibrated on 512 training images; every row: sparsebit.quantize(net, batches, config)")
     console.print("8x8 images show the fixed cost of calibration; at 224x224 it is 1.0-1.3 x (make bench)")

@@ -1,4 +1,4 @@
-"""A section with a TYPE (or another key that selects), where every registered plug-in brings the options of a sub-section of its own.
+"""A section with a TYPE, or another key that selects; every registered plug-in brings a sub-section of options.
 
 `OBSERVER: {TYPE: percentile, PERCENTILE: {ALPHA: 0.01}}` is checked against `Params` of the class that is
 registered as "percentile", so a new plug-in needs no edit here.

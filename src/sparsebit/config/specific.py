@@ -17,7 +17,6 @@ from pydantic import BeforeValidator, WithJsonSchema
 from sparsebit.config.messages import show
 from sparsebit.errors import ConfigError
 
-
 _OVERRIDES = {"type": "object", "additionalProperties": {"type": ["array", "object"]}}
 _SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
 
@@ -72,7 +71,8 @@ def variants(cfg: Any) -> Iterator[tuple[str, Any]]:
 def resolve(cfg: Any, names: Sequence[str]) -> Any:
     """The config of one layer, known as `names` (fx name, module path): SPECIFIC applied and dropped.
 
-    `cfg` has the fields `letter`, `specific` and `_resolved`. Layers with the same overrides share one frozen result; `clone()` it before changing anything.
+    `cfg` has the fields `letter`, `specific` and `_resolved`.
+    Layers with the same overrides share one frozen result; `clone()` it before changing anything.
     """
     matching = [
         pairs

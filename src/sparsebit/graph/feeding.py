@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import CalibrationError
 
 log = logging.getLogger("sparsebit")
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
 
 
 def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:

@@ -10,8 +10,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError, TraceError
-from sparsebit.graph.trace import Call, trace
 from sparsebit.graph.feeding import as_call
+from sparsebit.graph.trace import Call, trace
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 

@@ -15,10 +15,10 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from sparsebit.config import Config, PluginConfig, did_you_mean
 from sparsebit.config.messages import STARTS_WITH_KEY
+from sparsebit.config.specific import Overrides, resolve, unmatched, variants
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
-from sparsebit.config.specific import Overrides, resolve, unmatched, variants
 from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
 

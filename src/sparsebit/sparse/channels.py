@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.graph.ops import module_of, op_of
 from sparsebit.sparse.channel_rules import CHANNEL_RULES, Rule
+from sparsebit.sparse.channel_rules.layers import reads_weight
 from sparsebit.sparse.channel_rules.zeros import stays_zero
-from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.labels import FIXED, Labels, stored
 from sparsebit.sparse.running import Call, Runner
 
@@ -53,8 +53,6 @@ class Walk:
 
     @classmethod
     def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
-        """`gm` is brought into the form that rules know (graph_form.py) and walked."""
-        gm = graph_form(gm, example)
         walk = cls(gm, example)
         calls = [n for n in gm.graph.nodes if n.op == "call_module"]
         walk.paths = {str(n.target): str(n.meta.get("path") or n.target) for n in calls}
@@ -71,7 +69,7 @@ class Walk:
         return tensor_at(self.gm, path)
 
     def fixed(self, value: Tensor) -> Tensor:
-        return torch.zeros(value.shape, dtype=torch.long)
+        return torch.zeros((), dtype=torch.long).expand(value.shape)
 
     def fix(self, labels: Any, node: fx.Node, why: str) -> None:
         for each in pytree.tree_leaves(labels):
@@ -230,6 +228,8 @@ class _Walker(Runner):
     def _parameter(self, node: fx.Node, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
+        if all(reads_weight(user, node) for user in node.users):
+            return None  # two of its axes are cut: its reader says which
         known = any(user.op == "output" or self._rule(user) for user in node.users)
         kernel = value.dim() > 3 and min(value.shape[:2]) > 1  # of a convolution whose weight is computed
         if value.numel() < 2 or not value.is_floating_point() or not known or kernel:

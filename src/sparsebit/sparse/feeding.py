@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device, tracked
+from sparsebit.graph.feeding import Call, as_call, as_iterable, signature_of, to_device, tracked
+from sparsebit.sparse.refit import Moments
+
+
+def calls(smodel: Any, batches: Any, progress: bool | None = None) -> Iterator[Call]:
+    """The arguments of every batch, on the model's device."""
+    for batch in tracked(as_iterable(batches), progress, "pruning"):
+        args, kwargs = as_call(batch, signature_of(smodel))
+        yield to_device(args, smodel.device), to_device(kwargs, smodel.device)
 
 
 def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: bool | None) -> None:
     """`batches` are inputs, or (inputs, target); `loss(output, target)` defaults to cross entropy with class labels."""
     gradients = any(opr.sparser.NEEDS == "gradients" for opr in oprs.values())
+    if smodel.cfg.sparser.refit and smodel.cfg.sparser.type == "structured":
+        for opr in oprs.values():
+            opr.moments = Moments() if Moments.wanted(opr) else None
     hooks = [opr.register_forward_hook(_see) for opr in oprs.values()]
     was_training, wanted = smodel.training, {p: p.requires_grad for p in smodel.model.parameters()}
     smodel.eval()
@@ -40,6 +51,8 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
 
 def _see(opr: Any, inputs: tuple[Any, ...], output: Any) -> None:
     opr.sparser.see(opr, inputs, output)
+    if opr.moments is not None and inputs:
+        opr.moments.add(opr, inputs[0])
 
 
 def _one(smodel: Any, oprs: dict[str, Any], batch: Any, loss: Any, gradients: bool) -> None:

@@ -57,7 +57,8 @@ class Labels:
     def join(self, a: Tensor, b: Tensor) -> None:
         """Values that stand in the same place (broadcast) go together."""
         a, b = stored(*torch.broadcast_tensors(a, b))
-        pairs = torch.unique(torch.stack([a.reshape(-1), b.reshape(-1)]), dim=1)
+        both = torch.unique(a.reshape(-1) * len(self) + b.reshape(-1))  # one number per pair: fast to sort
+        pairs = torch.stack([both // len(self), both % len(self)])
         while True:
             low, high = self.roots(pairs).sort(0).values
             apart = low != high
@@ -69,7 +70,7 @@ class Labels:
 
     def fix(self, labels: Tensor, reason: str) -> None:
         """These stay, and why."""
-        for root in self.roots(labels).unique().tolist():
+        for root in self.roots(stored(labels)[0]).unique().tolist():
             if root != FIXED:
                 self.why_fixed.setdefault(root, reason)
         self.join(labels, torch.zeros((), dtype=torch.long))

@@ -106,14 +106,20 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
 
 
 @torch.no_grad()
-def bake(model: nn.Module, target: nn.Module) -> None:
-    """Give `target`, which has the module paths of `model`, its weights of now, masked and gated."""
+def bake(model: nn.Module, target: nn.Module) -> list[str]:
+    """Give `target`, which has the module paths of `model`, its weights of now, masked and gated.
+
+    Returns the weights that `target` has no place for.
+    """
     new: dict[int, nn.Parameter] = {}
+    homeless = []
     oprs, places = oprs_of(model), dict(target.named_modules())
     for path, p in model.named_parameters(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
         if owner not in places or name not in places[owner]._parameters:
-            continue  # gates of a sparser
+            if ".sparser." not in path:  # gates
+                homeless.append(path)
+            continue
         opr, inner = owner_of(path, oprs)
         mask = mask_at(model, path, oprs)
         value = opr.masked(inner) if opr is not None else p if mask is None else p * mask
@@ -126,3 +132,4 @@ def bake(model: nn.Module, target: nn.Module) -> None:
     for place in places.values():
         if isinstance(place, nn.RNNBase):
             place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]
+    return homeless

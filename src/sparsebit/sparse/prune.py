@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import ConfigError
 from sparsebit.graph.trace import Call, LeafTracer, trace
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
+from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.surgery import Cut, check_equal
 
@@ -29,7 +31,17 @@ def call_of(example: Any) -> Call:
 
 
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
-    return trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP), example)
+    """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
+    if example is not None:
+        gm = graph_form(gm, example)
+        flags = {path: module.training for path, module in model.named_modules()}
+        for path, module in gm.named_modules():
+            module.training = flags.get(path, model.training)
+    for node in gm.graph.nodes:
+        node.type = None  # annotations as strings cannot be pickled
+    gm.recompile()
+    return gm
 
 
 def walk_of(model: nn.Module, example: Any) -> Walk:
@@ -51,6 +63,10 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
     own = copy.deepcopy(model).eval()
     args, kwargs = cut.walk.example
+    unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
+    if unused:  # heads that only run in training would still have the old sizes
+        log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])
+        return small
     try:
         cut.cut_parameters(own)
         with torch.no_grad():
@@ -102,19 +118,11 @@ def prune(
     if batches is not None:
         smodel.calibrate(batches, loss)
     smodel.calc_params(**given)
+    if batches is not None and smodel.cfg.sparser.refit:
+        if isinstance(batches, Iterator):
+            log.info(
+                "batches is a generator and used up: batch norms are not re-estimated; pass a list or a loader"
+            )
+        else:
+            smodel.tune_batchnorm(batches)
     return smodel.compact()
-
-
-def scores(walk: Walk) -> Tensor:  # of tests, until they use class_scores
-    n = len(walk.labels)
-    total, layers = torch.zeros(n), torch.zeros(n)
-    for cut in walk.slices.values():
-        if not cut.produces:
-            continue
-        owner, _, name = cut.path.rpartition(".")
-        weight = getattr(walk.gm.get_submodule(owner), name).detach().float().cpu()
-        size = weight.movedim(cut.axis, 0).flatten(1).norm(p=1, dim=1)
-        roots = walk.labels.roots(cut.labels)
-        total.index_add_(0, roots, size / size.mean().clamp_min(1e-12))
-        layers.index_add_(0, roots, torch.ones_like(size))
-    return total / layers.clamp_min(1)

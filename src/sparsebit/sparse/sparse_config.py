@@ -34,6 +34,9 @@ class SparserConfig(PluginConfig):
         description="unstructured: 2:4 keeps two of every four weights along the input",
     )
     round_to: int = Field(1, ge=1, description="structured: layers keep a multiple of this many channels")
+    refit: bool = Field(
+        True, description="structured, with batches: layers that read what goes make up for it"
+    )
     specific: Overrides = Field([], description="overrides per layer: [{pattern: [KEY, value, ...]}]")
 
     _resolved: dict[str, Any] = PrivateAttr(default_factory=dict)

@@ -29,6 +29,7 @@ from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.masking import bake, mask_at, oprs_of, with_masks
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
+from sparsebit.sparse.refit import reestimate, refit
 from sparsebit.sparse.scores import class_ratios, class_scores
 from sparsebit.sparse.sparse_config import SparseConfig, unmatched
 from sparsebit.sparse.surgery import Cut
@@ -88,6 +89,11 @@ class SparseModel(nn.Module):
         """Show batches to the sparsers that want some; see feeding.py for what `loss(output, target)` gets."""
         feeding.show(self, self.oprs(), batches, loss, progress)
         self._shown = True
+        return self
+
+    def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
+        """Re-estimate the statistics of batch norms for the masked model; needs no labels."""
+        reestimate(self, feeding.calls(self, batches, progress))
         return self
 
     def penalty(self) -> Tensor:
@@ -161,7 +167,10 @@ class SparseModel(nn.Module):
             dropped = choose(min(section.ratio * share, allocate.MOST))
         else:
             dropped = choose(share)
-        self._set_masks(Cut(walk, dropped))
+        cut = Cut(walk, dropped)
+        if section.refit:
+            refit(cut, self.oprs())
+        self._set_masks(cut)
 
     def _set_masks(self, cut: Cut) -> None:
         oprs = self.oprs()
@@ -244,7 +253,9 @@ class SparseModel(nn.Module):
     def compact(self) -> nn.Module:
         """An ordinary module without what the masks say: smaller if structured, else with zeros."""
         own = copy.deepcopy(self._hidden["source"])
-        bake(self.model, own)
+        if bake(self.model, own):  # its code holds weights where the graph has layers
+            own = copy.deepcopy(self._hidden["plain"])
+            bake(self.model, own)
         own.train(self.training)
         if self.cfg.sparser.type == "unstructured":
             return own

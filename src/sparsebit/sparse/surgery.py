@@ -77,8 +77,6 @@ class Cut:
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
         _Rewriter(self, gm).run_on(gm, self.walk.example)
-        for node in gm.graph.nodes:
-            node.type = None  # annotations as strings cannot be pickled
         remove_dead_code(gm)  # sizes that nobody asks for any more
         gm.graph.lint()
         gm.recompile()

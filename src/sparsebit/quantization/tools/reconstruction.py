@@ -46,7 +46,7 @@ def needs_reconstruction(gm: fx.GraphModule) -> bool:
 
 def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
     """QuantModel.reconstruct: calibrate where nobody has, then reconstruct."""
-    from sparsebit.graph.feeding import as_iterable, as_call, feed, signature_of
+    from sparsebit.graph.feeding import as_call, as_iterable, feed, signature_of
 
     if not needs_reconstruction(qmodel.model):
         raise ConfigError("reconstruct(): no weight learns its rounding; set W.QUANTIZER.TYPE: adaround")

@@ -95,15 +95,24 @@ def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 def linear_function(
     walk: Walk, node: fx.Node, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """A weight or bias that is computed (`cat` of biases); others are modules by now."""
-    outs = walk.labels.along(weight, 0)
-    walk.labels.join(walk.labels.along(input, -1), walk.labels.along(weight, 1))
+    """With a bias that is computed (`cat` of biases); others are modules by now."""
+    source = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    if not isinstance(source, fx.Node) or walk.of[source] is not None:
+        return NotImplemented  # the weight is computed
+    path, known = str(source.target), walk.known(str(source.target), 0)
+    outs = walk.labels.fresh(len(weight)) if known is None else known.labels
+    walk.slice(path, 0, outs, produces=True)
+    walk.slice(path, 1, walk.labels.along(input, -1))
     if bias is not None:
         walk.labels.join(bias, outs)
-    source = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
-    if isinstance(source, fx.Node) and source.op == "get_attr":
-        walk.slice(str(source.target), 0, outs, produces=True)
     return walk.spread(node, outs, -1)
+
+
+def reads_weight(node: fx.Node, weight: fx.Node) -> bool:
+    """Is `weight` that of a linear function, and nothing else of it?"""
+    args = [*node.args, *node.kwargs.values()]
+    is_weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None) is weight
+    return node.target is F.linear and is_weight and args.count(weight) == 1
 
 
 @channel_rule(nn.Embedding, nn.EmbeddingBag)

@@ -22,6 +22,7 @@ def mask_name(parameter: str) -> str:
 
 class SparseOpr(nn.Module):
     normed = False  # a batch norm follows
+    moments: Any = None  # of its inputs (refit.py)
     sparser: Any
 
     def __init__(self, org_module: nn.Module, config: Any = None):

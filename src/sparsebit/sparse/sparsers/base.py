@@ -93,6 +93,11 @@ def out_axis(layer: nn.Module) -> int:
     return int(isinstance(layer, _ConvTransposeNd) and layer.groups == 1)
 
 
+def in_axis(layer: nn.Module) -> int:
+    """The axis of layer.weight on which the channels that it reads are."""
+    return int(not isinstance(layer, _ConvTransposeNd))
+
+
 def output_axis(layer: nn.Module, output: Tensor) -> int:
     """The axis of the channels in what the layer returns, which has a batch."""
     return 1 if isinstance(layer, (_ConvNd, _NormBase)) else output.dim() - 1

@@ -1,0 +1,175 @@
+"""Pruning CIFAR-10 ResNets to half their MACs, beside torch-pruning where it is installed (needs SPARSEBIT_ASSETS).
+
+    python benchmarks/pruning.py [--depths 20 32 44] [--images 20000] [--methods l2norm taylor ...] [--no-speed]
+
+Same weights, data, budget and one epoch of fine-tuning for all. Then the speed of what is left, in torch and in
+onnxruntime, against the share of MACs; and the pruned ResNet-20 in 8 bits, with the certificate of its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import assets
+import qat_cifar
+import sparsebit
+
+BUDGET = 0.5
+METHODS = ["torch-pruning", "l2norm, no data", "l2norm", "fpgm", "taylor"]
+
+
+def macs(model: nn.Module) -> int:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 3, 32, 32))
+    return counter.get_total_flops() // 2
+
+
+def ours(method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
+    """`fpgm`, or `l2norm, no data`: with data, the layers behind a cut are refit and batch norms re-estimated."""
+    strategy, _, without = method.partition(", ")
+    scope = "layer" if strategy == "l2norm" else "global"
+    data = None if without else batches
+    return sparsebit.prune(
+        net, torch.zeros(1, 3, 32, 32), macs=BUDGET, sparser=strategy, batches=data, scope=scope
+    )
+
+
+def torch_pruning(net: nn.Module) -> nn.Module:
+    """L2 group magnitude, the same share of every layer; the ratio that just meets the budget.
+
+    It cannot follow channels through the zero-padded shortcuts (the shapes no longer fit), so the residual streams
+    stay whole and the inner channels of the blocks go.
+    """
+    import torch_pruning as tp
+
+    example, low, high = torch.zeros(1, 3, 32, 32), 0.0, 0.95
+    best = None
+    for _ in range(8):
+        ratio, small = (low + high) / 2, copy.deepcopy(net)
+        pruner = tp.pruner.MagnitudePruner(
+            small,
+            example,
+            importance=tp.importance.GroupMagnitudeImportance(p=2),
+            pruning_ratio=ratio,
+            ignored_layers=[
+                m for n, m in small.named_modules() if n in ("conv1", "linear") or n.endswith("conv2")
+            ],
+        )
+        pruner.step()
+        if macs(small) > BUDGET * macs(net):
+            low = ratio
+        else:
+            high, best = ratio, small
+    if best is None:
+        raise SystemExit("torch-pruning does not reach the budget")
+    return best
+
+
+def fine_tune(net: nn.Module, x: Tensor, y: Tensor, lr: float) -> None:
+    steps = -(-len(x) // qat_cifar.BATCH)
+    optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
+    net.train()
+    for images, labels in qat_cifar.batches(x, y, 1):
+        optimizer.zero_grad(set_to_none=True)
+        F.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        schedule.step()
+    net.eval()
+
+
+def best_of(runs: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
+    """Interleaved, the best of each: machines are noisy."""
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def speed(net: nn.Module, small: nn.Module) -> str:
+    import onnxruntime as ort
+
+    from sparsebit.export.plain import export_module
+
+    x = torch.randn(32, 3, 32, 32)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        runs: dict[str, Callable[[], Any]] = {"whole": lambda: net(x), "small": lambda: small(x)}
+        for name, model in (("ort whole", net), ("ort small", small)):
+            file = str(Path(folder) / f"{name}.onnx")
+            export_module(model, x, file)
+            session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+            feed = {session.get_inputs()[0].name: x.numpy()}
+            runs[name] = lambda session=session, feed=feed: session.run(None, feed)
+        best = best_of(runs)
+    ratio = macs(net) / macs(small)
+    in_torch, in_ort = best["whole"] / best["small"], best["ort whole"] / best["ort small"]
+    return (
+        f"{ratio:.2f} x fewer MACs; faster in torch {in_torch:.2f} x ({in_torch / ratio:.2f} of the ratio), "
+        f"in onnxruntime {in_ort:.2f} x ({in_ort / ratio:.2f})"
+    )
+
+
+def eight_bits(small: nn.Module, x: Tensor, test: tuple[Tensor, Tensor]) -> str:
+    qmodel = sparsebit.quantize(small, list(x[:256].split(32)), progress=False)
+    top1 = assets.top1(assets.logits(qmodel, test[0]), test[1])
+    with tempfile.TemporaryDirectory() as folder:
+        report = qmodel.export_onnx(x[:8], str(Path(folder) / "small.onnx"), batches=[test[0][:200]])
+    return f"W8A8 {top1:.2f} %, file certified: {report.ok}, {report.bytes / 1e3:.0f} kB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--depths", type=int, nargs="+", default=[20, 32, 44])
+    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--images", type=int, default=20000, help="of the epoch of fine-tuning")
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--no-speed", action="store_true")
+    options = parser.parse_args()
+    if assets.MISSING:
+        raise SystemExit(assets.MISSING)
+    x, y = assets.cifar10("train20k", options.images)
+    test = assets.cifar10("test")
+    top1 = lambda model: assets.top1(assets.logits(model, test[0]), test[1])
+    batches = list(zip(x[:1280].split(64), y[:1280].split(64)))
+    for depth in options.depths:
+        net = assets.cifar_resnet(depth)
+        print(f"ResNet-{depth}: float {top1(net):.2f} %, {macs(net) / 1e6:.1f} M MACs", flush=True)
+        for method in options.methods:
+            torch.manual_seed(0)
+            start = time.process_time()
+            try:
+                small = torch_pruning(net) if method == "torch-pruning" else ours(method, net, batches)
+            except ImportError:
+                print(f"  {method:15s} not installed: pip install --no-deps torch-pruning==1.6.1")
+                continue
+            cut, share = time.process_time() - start, macs(small) / macs(net)
+            right_after = top1(small)
+            fine_tune(small, x, y, options.lr)
+            tuned = top1(small)
+            print(
+                f"  {method:15s} MACs {share:.3f}, cut in {cut:5.1f} s of CPU, top-1 right after {right_after:.2f} %, "
+                f"after one epoch {tuned:.2f} %",
+                flush=True,
+            )
+            if method != "torch-pruning" and not options.no_speed:
+                print(f"  {'':15s} {eight_bits(small, x, test)}; {speed(net, small)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

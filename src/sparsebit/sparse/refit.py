@@ -1,0 +1,88 @@
+"""After the choice, before the cut: layers that read what goes are refit, and batch norms re-estimated.
+
+A removed channel is approximated, position by position, from the kept ones, x_d = A x_k with A = H_kk^-1 H_kd of the
+inputs' second moments H, and its weights are added to theirs: W_k += W_d A^T. That is the least-squares answer for a
+Linear layer (He et al., Channel Pruning, 2017), works for kernels of any size, and needs one pass and C x C numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from sparsebit.sparse.masking import owner_of
+from sparsebit.sparse.sparsers import base
+from sparsebit.sparse.surgery import Cut
+
+DAMPING = 1e-3  # of the mean energy, added to every channel's
+
+
+class Moments:
+    """Second moments of what a layer reads, between its input channels."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    @staticmethod
+    def wanted(layer: Any) -> bool:
+        return base.is_weighted(layer) and getattr(layer, "groups", 1) == 1
+
+    def add(self, layer: Any, x: Any) -> None:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            rows = x.detach().float().movedim(base.input_axis(layer, x), -1).flatten(0, -2)
+            square = rows.T @ rows
+            self.total = square if self.total is None else self.total + square
+
+    def matrix(self) -> Tensor | None:
+        if self.total is None:
+            return None
+        h = self.total.double()
+        return h + DAMPING * h.diagonal().mean().clamp_min(1e-30) * torch.eye(
+            len(h), dtype=h.dtype, device=h.device
+        )
+
+
+@torch.no_grad()
+def refit(cut: Cut, oprs: dict[str, Any]) -> None:
+    """Change the weights of the layers that read what `cut` removes, where data was seen."""
+    for part in cut.walk.slices.values():
+        opr, name = owner_of(part.path, oprs)
+        if opr is None or name != "weight" or part.produces or part.axis != base.in_axis(opr):
+            continue
+        h = opr.moments.matrix() if getattr(opr, "moments", None) is not None else None
+        kept = cut.keeps(part.labels)
+        if h is None or bool(kept.all()) or not bool(kept.any()) or len(h) != len(kept):
+            continue
+        kept = kept.to(h.device)
+        mixing = torch.linalg.solve(h[kept][:, kept], h[kept][:, ~kept])
+        weight = opr.weight.detach().double().movedim(part.axis, 0)
+        weight[kept] += torch.tensordot(mixing, weight[~kept], 1)
+        weight[~kept] = 0
+        opr.weight.copy_(weight.movedim(0, part.axis))
+
+
+@torch.no_grad()
+def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
+    """Running statistics of batch norms, anew: the mean over these calls. Returns how many norms there are."""
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    if not norms:
+        return 0
+    flags, momenta = {m: m.training for m in model.modules()}, [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # a plain mean
+        norm.training = True
+    try:
+        for args, kwargs in calls:
+            model(*args, **kwargs)
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+        for norm, momentum in zip(norms, momenta):
+            norm.momentum = momentum
+    return len(norms)
