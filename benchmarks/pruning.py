@@ -38,10 +38,9 @@ def macs(model: nn.Module) -> int:
 def ours(method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
     """`fpgm`, or `l2norm, no data`: with data, the layers behind a cut are refit and batch norms re-estimated."""
     strategy, _, without = method.partition(", ")
-    scope = "layer" if strategy == "l2norm" else "global"
     data = None if without else batches
     return sparsebit.prune(
-        net, torch.zeros(1, 3, 32, 32), macs=BUDGET, sparser=strategy, batches=data, scope=scope
+        net, torch.zeros(1, 3, 32, 32), macs=BUDGET, sparser=strategy, batches=data, scope="global"
     )
 
 

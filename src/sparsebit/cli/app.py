@@ -1,0 +1,95 @@
+"""The app that commands register with, and the one door where errors become a line and an exit code.
+
+0: done. 1: a check failed. 2: bad input. 70: a defect of Sparsebit. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import sparsebit
+from sparsebit.cli.output import show_error, show_json
+from sparsebit.errors import SparsebitError
+from sparsebit.registry import Registry
+
+app = typer.Typer(
+    name="sparsebit",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with: sparsebit demo   or: sparsebit check net.py:build --input-shape 1,3,224,224",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(sparsebit.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def sparsebit_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which one this is.")
+    ] = False,
+) -> None:
+    """Quantize, prune and ship PyTorch models."""
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """Parse and run; whatever a user can do wrong is one line, exit code 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    Registry[Any]("command").discover("sparsebit.cli.commands")
+    _warn_in_one_line()
+    try:
+        return int(app(argv, prog_name="sparsebit", standalone_mode=False) or 0)
+    except (SparsebitError, OSError) as error:
+        return _fail(_text_of(error), argv)
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if hasattr(error, "format_message"):  # what the parser refuses; older typers have click's own classes
+            return _fail(f"{error.format_message()} (see: sparsebit {_command(argv)}--help)", argv)
+        traceback.print_exc()
+        show_error("this is a defect of Sparsebit: please report it with the lines above")
+        return 70
+
+
+def _fail(text: str, argv: list[str]) -> int:
+    show_error(text)
+    if "--json" in argv:
+        show_json({"ok": False, "error": text})
+    return 2
+
+
+def _text_of(error: BaseException) -> str:
+    if isinstance(error, OSError) and not isinstance(error, SparsebitError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{error}{notes}"
+
+
+def _command(argv: list[str]) -> str:
+    return f"{argv[0]} " if argv and not argv[0].startswith("-") else ""
+
+
+def _warn_in_one_line() -> None:
+    """Warnings of the library on stderr; those of torch and its exporter only in the log of a run."""
+    log = logging.getLogger("sparsebit")
+    if not any(getattr(handler, "of_command", False) for handler in log.handlers):
+        handler = logging.StreamHandler()
+        handler.setLevel(logging.WARNING)
+        handler.setFormatter(logging.Formatter("warning: %(message)s"))
+        handler.of_command = True  # type: ignore[attr-defined]
+        log.addHandler(handler)
+    logging.captureWarnings(True)
+    others = logging.getLogger("py.warnings")
+    others.addHandler(logging.NullHandler())
+    others.propagate = False

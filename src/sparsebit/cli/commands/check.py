@@ -1,0 +1,65 @@
+"""`sparsebit check`: what would happen to a model, before anything long is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.inputs import Inputs, example_of
+from sparsebit.cli.output import one_line, show
+
+
+@app.command(epilog="Example: sparsebit check net.py:build --input-shape 1,3,224,224")
+def check(
+    model: options.Model,
+    weights: options.Weights = None,
+    data: options.Data = None,
+    input_shape: options.InputShape = None,
+    config: options.Config = None,
+    preset: options.Preset = None,
+    changes: options.Changes = None,
+    json: options.Json = False,
+) -> int:
+    """Say what traces, quantizes and prunes, what runs in integers, and the memory a calibration needs.
+
+    Exit code 1 if nothing of the model would be quantized.
+    """
+    import sparsebit
+
+    settings = options.quant_config(config, preset, changes)
+    net, batches = Inputs(model, weights, data, input_shape, samples=8).load()
+    report = sparsebit.preflight(net, batches[0], settings)
+    pruning = _pruning(net, batches[0])
+    ok = bool(report.totals["quantized"])
+    show({"ok": ok, **report.as_dict(), "pruning": pruning}, f"{report}\n\n{_text(pruning)}", json)
+    return 0 if ok else 1
+
+
+def _pruning(net: Any, batch: Any) -> dict[str, Any]:
+    """How many channels of each parameter could go, and why others must stay."""
+    from torch import nn
+
+    from sparsebit.errors import SparsebitError
+    from sparsebit.sparse.channels import Walk
+    from sparsebit.sparse.prune import walk_of
+
+    if not isinstance(net, nn.Module):
+        return {"layers": {}, "fixed": ["an exported program: pruning needs the model's own code"]}
+    try:
+        walk: Walk = walk_of(net, example_of(net, batch))
+    except (SparsebitError, RuntimeError) as error:
+        return {"layers": {}, "fixed": [one_line(error)]}
+    layers = {
+        part.path.removesuffix(".weight"): {"channels": len(part.labels), "may_go": int(free)}
+        for part in walk.slices.values()
+        if part.produces and (free := (walk.labels.roots(part.labels) != 0).sum())
+    }
+    return {"layers": layers, "fixed": sorted(set(walk.labels.why_fixed.values()))}
+
+
+def _text(pruning: dict[str, Any]) -> str:
+    rows = pruning["layers"]
+    lines = [f"pruning      channels of {len(rows)} layers can be removed"]
+    lines += [f"  {name}: {row['may_go']} of {row['channels']}" for name, row in rows.items()]
+    return "\n".join([*lines, *(f"  stays: {why}" for why in pruning["fixed"])])

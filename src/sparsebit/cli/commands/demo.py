@@ -1,0 +1,17 @@
+"""`sparsebit demo`."""
+
+from __future__ import annotations
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.output import show_json
+
+
+@app.command(epilog="Example: sparsebit demo")
+def demo(json: options.Json = False) -> None:
+    """Train, quantize and prune a small CNN on real handwritten digits, and show a table."""
+    from sparsebit.cli import demo as digits
+
+    result = digits.run(quiet=json)
+    if json:
+        show_json(result)

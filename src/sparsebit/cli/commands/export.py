@@ -1,0 +1,56 @@
+"""`sparsebit export`: the ONNX file of a saved run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.output import InputError, show, show_error
+from sparsebit.errors import ExportError
+
+
+@app.command(epilog="Example: sparsebit export runs/w8a8 --backend openvino --output openvino.onnx")
+def export(
+    run: options.Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="model.onnx of the run, if left out")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="see: sparsebit list backends")] = None,
+    fixed_batch: options.FixedBatch = False,
+    json: options.Json = False,
+) -> int:
+    """Write the model of a run as ONNX, run the file, and compare.
+
+    Exit code 1 if it could not be written, or does not do what the model does.
+    """
+    from sparsebit.cli import work
+    from sparsebit.cli.run import Run
+    from sparsebit.export.backends import BACKENDS
+    from sparsebit.export.to_onnx import require
+
+    opened = Run.open(run)
+    path = output or run / work.ONNX
+    if path.exists():
+        raise InputError(f"{path}: is there already; name another file with --output")
+    if backend is not None and backend not in BACKENDS:
+        raise InputError(f"--backend {backend}: no such backend{BACKENDS.hint(backend)}")
+    if backend is not None and opened.command != "quantize":
+        raise InputError("--backend: only quantized models are written for a backend; leave it out")
+    require("onnx", "onnxscript", "onnxruntime")
+    model, batches = work.finished(opened)
+    try:
+        report = work.write_onnx(model, batches, path, fixed_batch, backend)
+    except ExportError as error:
+        show_error(str(error))
+        if json:
+            show({"ok": False, "error": str(error)}, "", json)
+        return 1
+    if output is None:
+        lines = work.certificate_lines(report)
+        opened.finish("export", file=work.ONNX, bytes=report.bytes, certificate=lines)
+    show(report.as_dict(), str(report), json)
+    return 0

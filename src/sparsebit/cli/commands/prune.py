@@ -1,0 +1,106 @@
+"""`sparsebit prune`: a run folder with the smaller model, its plan, and a checked ONNX file."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.inputs import Inputs, example_of
+from sparsebit.cli.output import InputError, show
+
+
+@app.command(epilog="Example: sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
+def prune(
+    model: options.Model,
+    output: options.Output,
+    weights: options.Weights = None,
+    data: options.Data = None,
+    input_shape: options.InputShape = None,
+    batch_size: options.BatchSize = 8,
+    samples: options.Samples = 256,
+    ratio: Annotated[float | None, typer.Option(help="the share of channels that goes")] = None,
+    macs: Annotated[float | None, typer.Option(help="the share of multiplications that stays")] = None,
+    params: Annotated[float | None, typer.Option(help="the share of parameters that stays")] = None,
+    sparser: Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")] = "l1norm",
+    export: options.Export = True,
+    fixed_batch: options.FixedBatch = False,
+    resume: options.Resume = False,
+    json: options.Json = False,
+) -> int:
+    """Remove the channels that matter least; write the plan, the weights and a checked ONNX file.
+
+    With --data, the layers behind a cut are refit, and sparsers that look at data can be used.
+    """
+    from sparsebit.cli import work
+    from sparsebit.cli.run import check_output, running
+
+    inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
+    asked = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
+    check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
+    _check_settings(sparser, data)
+    net, batches = inputs.load()
+    _check_model(model, net)
+    with running(output, "prune", inputs, asked, resume) as run:
+        if run.done("prune"):
+            small = work.load_pruned(run, net, batches)
+        else:
+            with run.step("prune") as facts:
+                small = _cut(net, batches, asked, data is not None)
+                work.save_pruned(run, small)
+                facts.update(_costs(net, small, batches[0]))
+        exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+    result = {
+        "ok": exported["ok"] is not False,
+        "run": str(output),
+        "prune": run.about["steps"]["prune"],
+        "export": exported,
+    }
+    show(result, _text(result, small), json)
+    return 0 if result["ok"] else 1
+
+
+def _check_settings(sparser: str, data: str | None) -> None:
+    from sparsebit.sparse.sparsers import SPARSERS_MAP
+
+    if sparser not in SPARSERS_MAP:
+        raise InputError(f"--sparser {sparser}: no such sparser{SPARSERS_MAP.hint(sparser)}")
+    if SPARSERS_MAP[sparser].NEEDS and data is None:
+        raise InputError(f"--sparser {sparser}: decides by data; add --data")
+
+
+def _check_model(spec: str, net: Any) -> None:
+    from torch import nn
+
+    if not isinstance(net, nn.Module):
+        raise InputError(f"{spec}: pruning needs the model's own code; write it as file.py:factory")
+
+
+def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -> Any:
+    import sparsebit
+
+    return sparsebit.prune(net, example_of(net, batches[0]), batches=batches if with_data else None, **asked)
+
+
+def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
+    """Parameters and multiplications, before and after."""
+    from sparsebit.sparse.allocate import COSTS
+    from sparsebit.sparse.prune import walk_of
+
+    walk = walk_of(net, example_of(net, batch))
+    found = {name: COSTS[name](walk) for name in ("params", "macs")}
+    return {name: [int(cost(net)), int(cost(small))] for name, cost in found.items()}
+
+
+def _text(result: dict[str, Any], small: Any) -> str:
+    from sparsebit.quantization.tools.text import count, share
+
+    facts = result["prune"]
+    rows = {"parameters": facts["params"], "MACs": facts["macs"]}
+    lines = [f"{k:<12} {count(a)} -> {count(b)} ({share(b, a)})" for k, (a, b) in rows.items()]
+    plan = [str(small.pruning_plan)] if hasattr(small, "pruning_plan") else []
+    return "\n".join(
+        [*plan, *lines, *result["export"].get("certificate", []), f"written to   {result['run']}"]
+    )

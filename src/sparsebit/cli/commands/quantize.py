@@ -1,0 +1,84 @@
+"""`sparsebit quantize`: a run folder with the quantized model, its config, a log, and a checked ONNX file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.inputs import Inputs
+from sparsebit.cli.output import InputError, show
+
+
+@app.command(
+    epilog="Example: sparsebit quantize net.py:build --data images --input-shape 1,3,224,224 -o runs/w8a8"
+)
+def quantize(
+    model: options.Model,
+    output: options.Output,
+    weights: options.Weights = None,
+    data: options.Data = None,
+    input_shape: options.InputShape = None,
+    batch_size: options.BatchSize = 8,
+    samples: options.Samples = 256,
+    config: options.Config = None,
+    preset: options.Preset = None,
+    changes: options.Changes = None,
+    export: options.Export = True,
+    fixed_batch: options.FixedBatch = False,
+    resume: options.Resume = False,
+    json: options.Json = False,
+) -> int:
+    """Quantize a model on a few samples of data; write weights, config, log and a checked ONNX file.
+
+    Exit code 1 if the ONNX file could not be written or does not do what the model does; the rest of the run stays.
+    """
+    from sparsebit.cli import work
+    from sparsebit.cli.run import check_output, running
+
+    if data is None:
+        raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
+    inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
+    settings = options.quant_config(config, preset, changes)
+    asked = {"config": settings.to_dict()}
+    check_output(output, {"command": "quantize", "inputs": inputs.absolute(), "settings": asked}, resume)
+    net, batches = inputs.load()
+    with running(output, "quantize", inputs, asked, resume) as run:
+        if run.done("quantize"):
+            qmodel = work.load_quantized(run, net, batches)
+        else:
+            with run.step("quantize") as facts:
+                qmodel = work.quantize(run, net, batches, settings)
+                layers = work.layers_of(qmodel, batches[0])
+                run.write("layers.json", layers)
+                facts.update(samples=sum(map(_length, batches)), **_sizes(layers["totals"]))
+        exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
+    facts = run.about["steps"]["quantize"]
+    result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}
+    show(result, _text(result), json)
+    return 0 if result["ok"] else 1
+
+
+def _length(batch: Any) -> int:
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    first = next((x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)), None)
+    return 1 if first is None or not first.dim() else len(first)
+
+
+def _sizes(totals: dict[str, int]) -> dict[str, int]:
+    return {key: totals[key] for key in ("bytes", "quantized_bytes", "quantized", "float") if key in totals}
+
+
+def _text(result: dict[str, Any]) -> str:
+    from sparsebit.quantization.tools.text import size
+
+    facts, exported = result["quantize"], result["export"]
+    lines = [
+        f"quantized    {facts['quantized']} ops on {facts['samples']} samples, {facts['float']} ops stay float",
+        f"parameters   {size(facts['bytes'])} -> {size(facts['quantized_bytes'])}",
+        *exported.get("certificate", []),
+        f"written to   {result['run']}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""`sparsebit verify`: does an ONNX file do what the quantized model of its run does?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.output import InputError, show
+
+
+@app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="the file", show_default=False)],
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="its run; the folder of the file, if left out")
+    ] = None,
+    batches: Annotated[int, typer.Option(help="batches of the run's data to compare on")] = 3,
+    json: options.Json = False,
+) -> int:
+    """Compare a file with the model of its run again: every quantizer, every op, and the outputs.
+
+    Exit code 1 if the certificate does not hold.
+    """
+    import sparsebit
+    from sparsebit.cli import work
+    from sparsebit.cli.run import Run
+    from sparsebit.export.to_onnx import require
+
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    require("onnx", "onnxscript", "onnxruntime")
+    opened = Run.open(run or file.parent)
+    if opened.command != "quantize":
+        raise InputError(
+            f"{opened.folder}: is a run of {opened.command}, whose file is checked when it is written; "
+            f"write it again with: sparsebit export"
+        )
+    work.check_onnx(file)
+    qmodel, found = work.finished(opened)
+    report = sparsebit.verify(file, qmodel, found[:batches])
+    show(report.as_dict(), str(report), json)
+    return 0 if report.ok else 1

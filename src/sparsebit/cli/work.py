@@ -1,0 +1,178 @@
+"""The steps of runs, and how their results are loaded again; every step is a call of the library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparsebit.cli.inputs import example_of
+from sparsebit.cli.output import InputError, one_line, say, show_error
+from sparsebit.cli.run import Run
+from sparsebit.errors import ExportError, SparsebitError
+
+WEIGHTS, PLAN, ONNX = "model.safetensors", "plan.json", "model.onnx"
+COMPARED = 3  # batches on which an exported file is compared
+log = logging.getLogger("sparsebit")
+
+
+# -- quantized models ------------------------------------------------------------------------------------
+def quantize(run: Run, model: Any, batches: list[Any], config: Any) -> Any:
+    """Calibrate, learn the rounding where the config asks for it, and save. Learning can be interrupted."""
+    from sparsebit.quantization import QuantModel
+    from sparsebit.quantization.tools.reconstruction import needs_reconstruction
+
+    qmodel = QuantModel(model, config, example=batches[0])
+    if needs_reconstruction(qmodel.model):
+        qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")
+    else:
+        qmodel.calibrate(batches)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    qmodel.save(run.folder)
+    return qmodel
+
+
+def load_quantized(run: Run, model: Any, batches: list[Any]) -> Any:
+    from safetensors import SafetensorError
+
+    from sparsebit.quantization import QuantModel
+
+    try:
+        return QuantModel.load(run.folder, model, example=batches[0])
+    except (RuntimeError, SafetensorError) as error:  # other keys or shapes, a truncated file
+        if isinstance(error, SparsebitError):
+            raise
+        raise InputError(f"{run.folder}: does not fit {run.inputs.model}: {one_line(error)}") from None
+
+
+def layers_of(qmodel: Any, example: Any) -> dict[str, Any]:
+    """The pre-flight report, and the range that each quantizer can hold."""
+    from sparsebit.numeric.qparams import minmax_from_qparams
+
+    ranges = {}
+    for name, quantizer in qmodel.named_quantizers():
+        low, high = minmax_from_qparams(quantizer.current_qparams(), quantizer.spec)
+        ranges[name] = {
+            "tensor": quantizer.cfg.letter,
+            "bits": quantizer.bit,
+            "scheme": str(quantizer.qdesc),
+            "range": [float(low.min()), float(high.max())],
+        }
+    return {**qmodel.preflight(example).as_dict(), "quantizers": ranges}
+
+
+# -- pruned models ---------------------------------------------------------------------------------------
+def save_pruned(run: Run, small: Any) -> None:
+    """plan.json says which channels stay (structured only), the weights are as they are afterwards."""
+    from safetensors.torch import save
+
+    from sparsebit.utils.files import write_whole
+
+    plan = getattr(small, "pruning_plan", None)
+    if plan is not None:
+        plan.save(run.folder / PLAN)
+    state = {name: value.detach().cpu().clone().contiguous() for name, value in small.state_dict().items()}
+    write_whole(run.folder / WEIGHTS, save(state))
+
+
+def load_pruned(run: Run, model: Any, batches: list[Any]) -> Any:
+    from sparsebit.cli.weights import load_weights
+    from sparsebit.sparse.plan import Plan
+
+    small = model
+    if (run.folder / PLAN).is_file():
+        small = Plan.load(run.folder / PLAN).apply(model, example_of(model, batches[0]))
+    load_weights(small, run.inputs.model, run.folder / WEIGHTS)
+    return small.eval()
+
+
+def finished(run: Run) -> Any:
+    """The model of a run, and its batches."""
+    step = run.command
+    if not run.done(step):
+        raise InputError(f"{run.folder}: its {step} is not finished; repeat its command with --resume")
+    model, batches = run.inputs.load()
+    load = load_quantized if run.command == "quantize" else load_pruned
+    return load(run, model, batches), batches
+
+
+# -- ONNX ------------------------------------------------------------------------------------------------
+def have_onnx() -> bool:
+    from sparsebit.export.to_onnx import require
+
+    try:
+        require("onnx", "onnxscript", "onnxruntime")
+    except ExportError as error:
+        say(f"no ONNX file: {error}")
+        return False
+    return True
+
+
+def write_onnx(
+    model: Any, batches: list[Any], path: Path, fixed_batch: bool, backend: str | None = None
+) -> Any:
+    """The ExportReport of a quantized or an ordinary model."""
+    from sparsebit.export.plain import export_module
+
+    example = example_of(model, batches[0])
+    axes = None if fixed_batch else batch_axes(model, example)
+    more = [example_of(model, batch) for batch in batches[1:COMPARED]]
+    try:
+        if hasattr(model, "export_onnx"):
+            return model.export_onnx(example, str(path), dynamic_axes=axes, backend=backend, batches=more)
+        return export_module(model, example, path, dynamic_axes=axes, batches=more)
+    except ExportError as error:
+        if axes and "kept as" not in str(error):
+            raise ExportError(
+                f"{error}\n  a batch of any size may be the reason: try --fixed-batch"
+            ) from error
+        raise
+
+
+def batch_axes(model: Any, example: Any) -> dict[str, Any] | None:
+    """The first axis of every input, if that is the batch; a batch of one cannot be told from a constant."""
+    import torch
+
+    from sparsebit.graph.feeding import signature_of
+
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    named = signature_of(model).bind(*args, **kwargs).arguments
+    tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
+    sizes = {v.shape[0] if v.dim() else 0 for v in tensors.values()}
+    if len(tensors) != len(named) or len(sizes) != 1 or min(sizes) < 2:
+        return None
+    return {name: {0: "batch"} for name in tensors}
+
+
+def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> dict[str, Any]:
+    """The export of a run: skipped where it is done or cannot be; a failure costs only the file."""
+    if run.done("export"):
+        return {"ok": True, **run.about["steps"]["export"]}
+    if not have_onnx():
+        return {"ok": None}
+    try:
+        with run.step("export") as facts:
+            report = write_onnx(model, batches, run.folder / ONNX, fixed_batch)
+            facts.update(file=ONNX, bytes=report.bytes, certificate=certificate_lines(report))
+    except ExportError as error:
+        show_error(str(error))
+        log.info("export failed: %s", error)
+        return {"ok": False, "error": str(error)}
+    return {"ok": True, **run.about["steps"]["export"]}
+
+
+def certificate_lines(report: Any) -> list[str]:
+    """The report's own words, without the file's path."""
+    skipped: Callable[[str], bool] = lambda line: line.startswith("file ")
+    return [line for line in str(report).splitlines() if not skipped(line)]
+
+
+def check_onnx(path: Path) -> None:
+    """A file that onnx cannot read, said in one line."""
+    import onnx
+
+    try:
+        onnx.load(str(path), load_external_data=False)
+    except Exception as error:  # protobuf's own classes
+        raise InputError(f"{path}: is broken or no ONNX file: {one_line(error)}") from None

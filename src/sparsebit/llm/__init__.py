@@ -1,0 +1,13 @@
+"""Large language models: weights in 2, 3, 4 or 8 bits, decoder block after decoder block, in checkpoints others load.
+
+llm.quantize(model, batches, bits=4, save="out/"); model = llm.load("out/")
+"""
+
+from sparsebit.llm.blocks import Layout, find_blocks
+from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.load import load
+from sparsebit.llm.perplexity import perplexity
+from sparsebit.llm.quantize import quantize
+from sparsebit.llm.report import Report
+
+__all__ = ["Layout", "QuantLinear", "Report", "find_blocks", "load", "perplexity", "quantize"]

@@ -1,0 +1,112 @@
+"""llm.load: a checkpoint that `llm.quantize`, llmcompressor or GPTQModel wrote, as a model that runs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.llm.formats import Format, format_of
+from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.sources import read_tensors, tensor_files, tie_weights, weightless
+from sparsebit.numeric.spec import QuantSpec
+
+
+def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype | None = None) -> Any:
+    """The model in `folder` with a QuantLinear for every packed layer, in eval mode.
+
+    model   for models that are not transformers': one of the right architecture; it is copied, not changed.
+    dtype   of everything that is not packed; None: as stored.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder}: has no config.json; the run that writes it has not ended, call it again"
+        )
+    config = json.loads(path.read_text())
+    settings = config.get("quantization_config")
+    if not settings:
+        raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
+    model = copy.deepcopy(model) if model is not None else _skeleton(folder, config)
+    files, layout = tensor_files(folder), format_of(settings)
+    leaf = layout.suffixes[0]
+    names = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
+    for name, spec in layout.specs(settings, names).items():
+        _swap(model, name, files, layout, spec, dtype)
+    packed = tuple(f"{name}.{suffix}" for name in names for suffix in layout.suffixes)
+    _fill(model, files, set(files) - set(packed) - {f"{n}.bias" for n in names}, dtype)
+    return model.eval()
+
+
+def _swap(
+    model: nn.Module,
+    name: str,
+    files: dict[str, Path],
+    layout: Format,
+    spec: QuantSpec,
+    dtype: torch.dtype | None,
+) -> None:
+    parent, _, leaf = name.rpartition(".")
+    try:
+        owner = model.get_submodule(parent)
+        old = getattr(owner, leaf)
+    except AttributeError:
+        raise ConfigError(
+            f"model: has no layer {name!r}, which the checkpoint holds; pass the right model"
+        ) from None
+    keys = [f"{name}.{s}" for s in (*layout.suffixes, "bias") if f"{name}.{s}" in files]
+    tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_tensors(files, keys)}
+    bias = tensors.pop("bias", None)
+    kind = dtype or (bias.dtype if bias is not None else old.weight.dtype)
+    setattr(owner, leaf, QuantLinear(layout.decode(tensors, spec), bias, kind))
+
+
+def _fill(model: nn.Module, files: dict[str, Path], names: set[str], dtype: torch.dtype | None) -> None:
+    """Everything that is not packed; parameters without memory get the stored tensor itself."""
+    state = model.state_dict(keep_vars=True)
+    unknown = sorted(names - set(state))
+    if unknown:
+        raise ConfigError(f"model: has no {unknown[0]!r}, which the checkpoint holds; pass the right model")
+    for name, tensor in read_tensors(files, sorted(names)):
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        _assign(model, name, tensor, state[name])
+    tie_weights(model)
+    empty = [name for name, p in model.named_parameters() if p.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{len(empty)} tensors of the model are not in the checkpoint, the first is {empty[0]!r}"
+        )
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor, old: Tensor) -> None:
+    if not old.is_meta and old.dtype == tensor.dtype:
+        old.data.copy_(tensor)  # in place: tied weights stay tied
+        return
+    owner = model.get_submodule(name.rpartition(".")[0])
+    leaf = name.rpartition(".")[2]
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _skeleton(folder: Path, config: dict[str, Any]) -> nn.Module:
+    if not config.get("model_type"):
+        raise ConfigError(
+            "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
+        )
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(folder)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    with weightless():
+        model: nn.Module = AutoModelForCausalLM.from_config(settings)
+    return model

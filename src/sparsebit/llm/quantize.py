@@ -1,0 +1,165 @@
+"""llm.quantize: the whole job, from float weights to a checkpoint on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.feeding import tracked
+from sparsebit.llm.allocate import allocate
+from sparsebit.llm.blocks import linears_of
+from sparsebit.llm.capture import Captured, capture
+from sparsebit.llm.formats import FORMATS, spec_of
+from sparsebit.llm.methods import METHODS, NEEDS_DATA, check_options
+from sparsebit.llm.report import Report
+from sparsebit.llm.sensitivity import sensitivities
+from sparsebit.llm.sources import InMemory, open_source
+from sparsebit.llm.store import Store
+from sparsebit.llm.walk import Job, walk
+from sparsebit.numeric.quantized_weight import WIDTHS
+
+log = logging.getLogger("sparsebit")
+
+
+def quantize(
+    model: Any,
+    batches: Any = None,
+    *,
+    save: str | Path,
+    method: str = "gptq",
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = True,
+    format: str = "compressed-tensors",
+    candidate_bits: tuple[int, ...] | None = None,
+    average_bits: float | None = None,
+    true_sequential: bool = True,
+    match_float: bool = True,
+    blocks: str | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Report:
+    """Quantizes the Linear layers of all decoder blocks and writes a checkpoint; `llm.load(save)` runs it.
+
+    model       an nn.Module, or a folder with config.json and safetensors, which is read block by block.
+    batches     token tensors (sequences, length), tuples, or dicts of arguments; "rtn" needs none.
+    method      "gptq" or "rtn"; what else it takes (clip, act_order, damping, refine, ...) goes into `options`.
+    group_size  inputs that share a scale; -1: whole rows.
+    format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers).
+    candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
+    true_sequential  within a block, a layer sees what the quantized layers before it give.
+    match_float      aim at the float model's outputs, not at the float layer's outputs on quantized inputs.
+    blocks      the path of the ModuleList of decoder blocks, where the largest is not it.
+
+    A run that was interrupted goes on when it is called again with the same arguments, and ends in the same bytes.
+    """
+    started = time.monotonic()
+    _check(method, bits, candidate_bits, average_bits, options)
+    source = open_source(model, blocks)
+    layout = source.layout
+    specs = {name: spec_of(bits, group_size, symmetric) for name in layout.names()}
+    captured = None
+    if method in NEEDS_DATA or candidate_bits:
+        if batches is None:
+            raise CalibrationError(f"batches: {method} needs calibration data; 32 sequences are a good start")
+        captured = capture(source.model, source.blocks, batches, source.block(0))
+    job = Job(
+        method, specs, options, FORMATS[format](), _scale_dtype(source.model), true_sequential, match_float
+    )
+    run = {
+        "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
+        "candidate_bits": list(candidate_bits or []), "average_bits": average_bits, "options": options,
+        "true_sequential": true_sequential, "match_float": match_float, "layout": str(layout),
+        "inputs": _digest(captured),
+    }  # fmt: skip
+    store = Store(save, run)
+    if candidate_bits and captured is not None and average_bits is not None:
+        _choose_bits(source, captured, job, store, tuple(candidate_bits), average_bits)
+    steps = _Steps(walk(source, captured, job, store), len(layout))
+    for i in tracked(steps, progress, "quantizing blocks"):
+        log.info("block %d of %d is stored", i + 1, len(layout))
+    _finish(source, job, store)
+    sizes = {layout.prefix(i) + n: m.weight.numel() for i, b in enumerate(source.blocks)
+             for n, m in linears_of(b).items()}  # fmt: skip
+    return Report(store.folder, layout, method, store.state["layers"], sizes, time.monotonic() - started)
+
+
+def _check(
+    method: str, bits: int, candidates: tuple[int, ...] | None, average: float | None, options: dict[str, Any]
+) -> None:
+    METHODS[method]
+    check_options(method, options)
+    wrong = [b for b in (candidates or (bits,)) if b not in WIDTHS]
+    if wrong:
+        raise ConfigError(f"bits: must be among {', '.join(map(str, WIDTHS))}, got {wrong[0]}")
+    if (candidates is None) != (average is None):
+        raise ConfigError(
+            "candidate_bits and average_bits go together: the widths to choose from, and their mean"
+        )
+
+
+def _choose_bits(
+    source: InMemory, captured: Captured, job: Job, store: Store, candidates: tuple[int, ...], average: float
+) -> None:
+    """Fills in job.specs; the choice is noted in the store, because it takes a walk of its own."""
+    if "chosen_bits" not in store.state:
+        found = list(sensitivities(source, captured, job, candidates))
+        chosen = allocate([errors for _, _, errors in found], [size for _, size, _ in found], average)
+        store.note("sensitivities", {name: errors for name, _, errors in found})
+        store.note("chosen_bits", {name: b for (name, _, _), b in zip(found, chosen)})
+    for name, b in store.state["chosen_bits"].items():
+        job.specs[name] = job.specs[name].with_bits(b)
+
+
+def _finish(source: InMemory, job: Job, store: Store) -> None:
+    model, layout = source.model, source.layout
+    inside = set(job.specs)
+    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
+    reordered = bool(
+        job.method == "gptq"
+        and job.options.get("act_order", True)
+        and not job.options.get("static_groups", True)
+        and any(spec.group for spec in job.specs.values())
+    )
+    own: Any = getattr(model, "config", None)
+    config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
+    config["quantization_config"] = job.format.describe(job.specs, ignored, reordered)
+    config["sparsebit"] = {"blocks": layout.path}
+    store.finish(len(layout), source.rest(), json.loads(json.dumps(config, default=str)), source.folder)
+
+
+def _scale_dtype(model: nn.Module) -> torch.dtype:
+    """Half precision: what kernels read, and what costs 16 bits per group."""
+    kinds = {p.dtype for p in model.parameters()}
+    return torch.bfloat16 if torch.bfloat16 in kinds else torch.float16
+
+
+def _digest(captured: Captured | None) -> str:
+    """A name for the calibration data as the first block gets it."""
+    if captured is None:
+        return ""
+    found = hashlib.sha256()
+    for hidden in captured.hidden:
+        found.update(hidden.float().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class _Steps:
+    """An iterator that knows its length, for the progress bar."""
+
+    def __init__(self, steps: Any, length: int) -> None:
+        self.steps, self.length = steps, length
+
+    def __iter__(self) -> Any:
+        return self.steps
+
+    def __length_hint__(self) -> int:
+        return self.length

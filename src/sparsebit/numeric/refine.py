@@ -1,0 +1,73 @@
+"""Polish a quantized matrix: every code to its best value with all others fixed, every scale by least squares.
+
+Both steps lower (w - q) H (w - q)^T or leave it; coordinate descent on codes as in QuantEase (Behdin et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparsebit.numeric.quantized_weight import QuantizedWeight, round_to
+from sparsebit.numeric.rtn import storable
+
+BLOCK = 128
+
+
+def refine_grid(w: Tensor, h: Tensor, q: QuantizedWeight, rounds: int) -> QuantizedWeight:
+    """So many rounds of both steps; w (outputs, inputs) and h float32, h positive definite."""
+    for _ in range(rounds):
+        q = replace(q, scales=best_scales(w, h, q))
+        q = replace(q, codes=best_codes(w, h, q))
+    return q
+
+
+def best_codes(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
+    """One sweep over the columns: each moves to the grid value next to its optimum, given the others."""
+    index = q.groups.tolist()
+    scales, zeros = q.scales.float().T.contiguous(), q.zeros.float().T.contiguous()
+    codes = q.codes.T.float().contiguous()
+    gap = (w - q.dequantize()).T.contiguous()  # (inputs, outputs): a column is one run of memory
+    for start in range(0, w.shape[1], BLOCK):
+        stop = min(start + BLOCK, w.shape[1])
+        pull = h[start:stop] @ gap
+        for j in range(start, stop):
+            scale, zero = scales[index[j]], zeros[index[j]]
+            ideal = (codes[j] - zero) * scale + pull[j - start] / h[j, j]
+            new = round_to(ideal, scale, zero, q.bits)
+            step = (new - codes[j]) * scale
+            codes[j] = new
+            gap[j] -= step
+            pull.addr_(h[start:stop, j], step, alpha=-1)
+    return codes.T.contiguous().to(torch.uint8)
+
+
+def best_scales(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
+    """Least squares for the scales of each row with its codes fixed; a row that would not gain keeps its own."""
+    index, n = q.groups, q.scales.shape[1]
+    levels = q.codes.float() - q.zeros.float()[:, index]
+    member = torch.nn.functional.one_hot(index, n).float()  # (inputs, groups)
+    rows = w.shape[0]
+    system = torch.empty(rows, n, n, device=w.device)
+    for g in range(n):
+        inside = index == g
+        system[:, g] = ((levels[:, inside] @ h[inside]) * levels) @ member
+    right = ((w @ h) * levels) @ member
+    ridge = 1e-6 * system.diagonal(dim1=1, dim2=2).mean(1).clamp(min=1e-30)
+    old = q.scales.float()
+    eye = torch.eye(n, device=w.device)
+    moved = torch.linalg.solve(
+        (system + ridge[:, None, None] * eye).double(), (right + ridge[:, None] * old).double()[..., None]
+    )[..., 0].float()
+    usable = (
+        torch.isfinite(moved) & (moved > 0.25 * old) & (moved < 4 * old)
+    )  # others: groups that say nothing
+    new = torch.where(usable, storable(moved, q.scales.dtype), old)
+
+    def cost(s: Tensor) -> Tensor:  # the error less its constant part
+        s = s.double()
+        return (s * (system.double() @ s[..., None])[..., 0]).sum(1) - 2 * (s * right.double()).sum(1)
+
+    return torch.where((cost(new) < cost(old))[:, None], new, old).to(q.scales.dtype)

@@ -1,0 +1,105 @@
+"""Round to nearest: a grid per row or group from the range of the weights, or from the range that loses least.
+
+The second tries shrunken ranges and keeps, per group, the one with the least squared error; with the second moments
+of the inputs as importance that is the error of the layer's output, as far as inputs are uncorrelated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsebit.errors import ConfigError
+from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_index, round_to
+from sparsebit.numeric.spec import QuantSpec
+
+SHRINK = torch.linspace(1.0, 0.3, 57)  # shares of the full range that the mse clip tries
+
+
+def rtn(
+    weight: Tensor,
+    importance: Tensor | None,
+    spec: QuantSpec,
+    *,
+    clip: str = "mse",
+    scale_dtype: torch.dtype = torch.float16,
+    g_idx: Tensor | None = None,
+) -> QuantizedWeight:
+    """`weight` on its nearest grid values; importance (inputs,) or None weighs the errors that `clip="mse"` adds up."""
+    check(weight, spec)
+    w = at_least_float(weight)
+    scales, zeros = fit_groups(w, importance, spec, clip, scale_dtype, g_idx)
+    index = group_index(w.shape[1], spec.group, w.device) if g_idx is None else g_idx.long()
+    codes = round_to(w, scales.float()[:, index], zeros.float()[:, index], spec.bits)
+    return QuantizedWeight(codes.to(torch.uint8), scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
+
+
+def at_least_float(weight: Tensor) -> Tensor:
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def fit_groups(
+    w: Tensor,
+    importance: Tensor | None,
+    spec: QuantSpec,
+    clip: str,
+    scale_dtype: torch.dtype,
+    g_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(scales, zeros) of shape (rows, groups) for a whole matrix."""
+    if importance is None:
+        importance = torch.ones(w.shape[1], device=w.device)
+    if g_idx is not None:  # members of a group side by side; all groups but the last are full
+        order = g_idx.argsort(stable=True)
+        w, importance = w[:, order], importance[order]
+    group = min(spec.group or w.shape[1], w.shape[1])
+    pad = -w.shape[1] % group  # zeros change no range, and weigh nothing
+    grouped = F.pad(w, (0, pad)).unflatten(1, (-1, group))
+    weights = F.pad(importance.float(), (0, pad)).unflatten(0, (-1, group))
+    return fit_grid(grouped, weights, spec, clip, scale_dtype)
+
+
+def fit_grid(
+    w: Tensor, importance: Tensor, spec: QuantSpec, clip: str, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(scales, zeros) over the last axis of `w`; the scales are already what `scale_dtype` can hold."""
+    if clip not in ("minmax", "mse"):
+        raise ConfigError(f"clip: must be 'minmax' or 'mse', got {clip!r}")
+    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+    if spec.symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    best = grid_of(low, high, spec, scale_dtype)
+    if clip == "minmax":
+        return best[0].to(scale_dtype), best[1].to(torch.uint8)
+    least = _error(w, importance, *best, spec.bits)
+    for share in SHRINK[1:].tolist():
+        grid = grid_of(low * share, high * share, spec, scale_dtype)
+        error = _error(w, importance, *grid, spec.bits)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = torch.where(better, grid[0], best[0]), torch.where(better, grid[1], best[1])
+    return best[0].to(scale_dtype), best[1].to(torch.uint8)
+
+
+def grid_of(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Float scale and zero of a range around 0; a range of nothing gets scale 1, where every weight is exactly 0."""
+    top = 2**spec.bits - 1
+    scale = (high - low) / top
+    scale = torch.where(scale > 0, storable(scale, scale_dtype), 1.0)
+    if spec.symmetric:
+        return scale, torch.full_like(scale, 2 ** (spec.bits - 1))
+    return scale, (-low / scale).round().clamp(0, top)
+
+
+def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to what `dtype` holds, and neither 0 nor Inf there."""
+    limits = torch.finfo(dtype)
+    return scale.clamp(limits.smallest_normal, limits.max).to(dtype).float()
+
+
+def _error(w: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    scale, zero = scale[..., None], zero[..., None]
+    back = round_to(w, scale, zero, bits).sub_(zero).mul_(scale)
+    return back.sub_(w).square_().mul_(importance).sum(-1)

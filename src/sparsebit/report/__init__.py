@@ -1,0 +1,21 @@
+"""Reports of runs: facts.py reads the folder, one file per format writes them. Needs neither torch nor a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparsebit.errors import SparsebitError
+from sparsebit.registry import Registry
+from sparsebit.report.facts import Facts, read_facts
+from sparsebit.report.formats import FORMATS
+
+__all__ = ["FORMATS", "Facts", "read_facts", "render"]
+
+Registry[object]("report format").discover(f"{__name__}.formats")
+
+
+def render(folder: str | Path, style: str = "html") -> str:
+    """The report of the run in `folder` as one text: html, md or json."""
+    if style not in FORMATS:
+        raise SparsebitError(f"{style}: no such format of a report{FORMATS.hint(style)}")
+    return FORMATS[style](read_facts(Path(folder)))

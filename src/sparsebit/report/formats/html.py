@@ -1,0 +1,154 @@
+"""One self-contained page: no network, light and dark, readable on a phone; without JavaScript only sorting is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from sparsebit.report.facts import Facts, Layer, count, decibel, size
+from sparsebit.report.formats import FORMATS
+from sparsebit.report.formats._style import CSS, SORT
+
+BARS = 30  # layers in the chart; the table has all
+ROW = 34  # pixels
+
+Cell = tuple[str, float | None]  # text, and the number to sort by
+
+
+@FORMATS.register("html")
+def as_html(facts: Facts) -> str:
+    body = "\n".join(part for part in _parts(facts) if part)
+    title = escape(f"{facts.command} {facts.title}")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title} - Sparsebit</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{title}</h1>\n{body}\n"
+        f"<footer>Written by Sparsebit {escape(facts.version)}.</footer>\n</main>\n"
+        f"<script>{SORT}</script>\n</body>\n</html>\n"
+    )
+
+
+def _parts(facts: Facts) -> Iterator[str]:
+    yield _tiles(facts)
+    yield _section("What to try next", _fixes(facts.hurt_most))
+    measured = [x for x in facts.layers if x.noise is not None]
+    yield _section("Error per layer", _chart(measured))
+    yield _section("Layers", _layers(facts.layers))
+    yield _section("Channels", _channels(facts))
+    yield _section("Certificate", _certificate(facts))
+    yield _section("Notes", _items(map(escape, facts.notes)))
+    yield _section("Settings", _settings(facts))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
+
+
+def _items(lines: Iterator[str]) -> str:
+    found = "\n".join(f"<li>{line}</li>" for line in lines)
+    return f"<ul>\n{found}\n</ul>" if found else ""
+
+
+def _tiles(facts: Facts) -> str:
+    tiles = [
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
+        for label, value, remark in facts.headline
+    ]
+    return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>' if tiles else ""
+
+
+def _fixes(layers: Sequence[Layer]) -> str:
+    return _items(
+        f"<b>{escape(x.name)}</b> alone leaves {decibel(x.effect)} at the output. Its own output goes from "
+        f"{decibel(x.own)} to {decibel(x.fixed)} with <code>{escape(x.fix)}</code>"
+        for x in layers
+    )
+
+
+# -- chart -----------------------------------------------------------------------------------------------
+def _chart(layers: Sequence[Layer]) -> str:
+    """Bars in per cent of the width: the text keeps its size on a phone."""
+    ranked = sorted(layers, key=lambda x: -(x.noise or 0))[:BARS]
+    if not ranked:
+        return ""
+    longest = ranked[0].noise or 1.0
+    bars = "\n".join(_bar(i, x, longest) for i, x in enumerate(ranked))
+    left_out = f" The {BARS} worst of {len(layers)} are shown." if len(layers) > BARS else ""
+    return (
+        f"<p>The share of each layer in the noise at the output, measured with one layer quantized at a time."
+        f"{left_out}</p>\n"
+        f'<svg class="chart" role="img" aria-label="Noise at the output by layer" width="100%" '
+        f'height="{ROW * len(ranked)}">\n{bars}\n</svg>'
+    )
+
+
+def _bar(i: int, layer: Layer, longest: float) -> str:
+    share = layer.noise or 0.0
+    width, top = 100 * share / longest, ROW * i
+    label = f"{escape(layer.name)} <tspan>{100 * share:.1f} %, {decibel(layer.effect)}</tspan>"
+    tip = escape(f"{layer.path} ({layer.op}, {layer.bits}): {decibel(layer.effect)} at the output")
+    return (
+        f'<g><title>{tip}</title><text x="0" y="{top + 13}">{label}</text>'
+        f'<rect x="0" y="{top + 18}" width="{max(width, 0.3):.2f}%" height="9" rx="2"/></g>'
+    )
+
+
+# -- tables ----------------------------------------------------------------------------------------------
+def _layers(layers: Sequence[Layer]) -> str:
+    head = ["layer", "op", "bits", "scheme", "range", "own SQNR", "output SQNR", "bytes", "MACs", "integers"]
+    rows: list[list[Cell]] = []
+    for x in layers:
+        runs = "yes" if x.integer else x.backend
+        rows.append([
+            (x.name, None), (x.op, None), (x.bits or x.state, None), (x.scheme or x.how, None), (x.range, None),
+            (decibel(x.own), x.own), (decibel(x.effect), x.effect),
+            (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
+            (count(x.macs) if x.macs else "", x.macs), (runs, None),
+        ])  # fmt: skip
+    return _table(head, rows)
+
+
+def _channels(facts: Facts) -> str:
+    rows: list[list[Cell]] = [
+        [
+            (name, None),
+            (str(before), before),
+            (str(after), after),
+            (f"{100 * after / before:.0f} %", after / before),
+        ]
+        for name, before, after in facts.pruned
+    ]
+    return _table(["layer", "before", "after", "stays"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    if not rows:
+        return ""
+    titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    return (
+        f'<div class="wide" tabindex="0">\n<table>\n<thead><tr>{titles}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>"
+    )
+
+
+def _cell(cell: Cell) -> str:
+    text, number = cell
+    return f"<td>{escape(text)}</td>" if number is None else f'<td data-n="{number}">{escape(text)}</td>'
+
+
+def _certificate(facts: Facts) -> str:
+    if not facts.certificate:
+        return ""
+    rows = [line.partition("  ") for line in facts.certificate]
+    lines = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v.strip())}</td></tr>\n" for k, _, v in rows)
+    verdict = '<p class="good">✓ the file was run, and does what the model does</p>'
+    return f'{verdict}\n<table class="facts">\n{lines}</table>'
+
+
+def _settings(facts: Facts) -> str:
+    from sparsebit.config import write_yaml
+
+    text = write_yaml(facts.settings.get("config") or facts.settings)
+    return f"<details><summary>as used</summary><pre>{escape(text)}</pre></details>"
