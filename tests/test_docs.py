@@ -168,10 +168,12 @@ def test_every_plug_in_is_explained(page, own_registries):
 
 
 def test_every_sparser_is_explained(own_registries):
+    from sparsebit.sparse.sparse_config import SparserConfig
     from sparsebit.sparse.sparsers import SPARSERS_MAP
 
     text = (ROOT / "docs/howto/prune.md").read_text(encoding="utf-8")
     assert not [name for name in SPARSERS_MAP if f"`{name}`" not in text]
+    assert not [key for key in SparserConfig.model_fields if f"| `{key.upper()}` |" not in text]
 
 
 def test_the_passes_are_drawn_in_their_order():

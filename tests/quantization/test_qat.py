@@ -14,9 +14,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import sparsebit
-from models import sqnr
+from models import small_net, sqnr
 from sparsebit import QuantConfig, QuantModel
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.qat import Stages, distillation_loss
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
@@ -468,3 +468,26 @@ def test_everything_is_as_public_as_it_was():
     qmodel = prepared()
     assert qmodel.enable_qat and isinstance(qmodel.model.conv1, QuantOpr)
     assert all(isinstance(q, Quantizer) for _, q in qmodel.named_quantizers())
+
+
+def test_feature_match():
+    """The loss is what its formula says, is zero for equal models, and reaches the weights."""
+    net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
+    config = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+    qmodel = sparsebit.quantize(net, [x], config, progress=False)
+    qmodel.init_QAT()
+    match = sparsebit.qat.FeatureMatch(qmodel, net)
+    with pytest.raises(CalibrationError, match="run a batch"):
+        match.loss()
+    qmodel(x), net(x)
+    loss = match.loss()
+    assert 0 < float(loss.detach()) < 1
+    loss.backward()
+    assert any(p.grad is not None and bool(p.grad.any()) for p in qmodel.parameters())
+    qmodel.set_quant(w_quant=False, a_quant=False)
+    qmodel(x), net(x)
+    assert float(match.loss().detach()) < 1e-6
+    match.remove()
+    assert not any(m._forward_pre_hooks for m in net.modules())
+    with pytest.raises(ConfigError, match="'nowhere' is not a layer of both"):
+        sparsebit.qat.FeatureMatch(qmodel, net, ["nowhere"])

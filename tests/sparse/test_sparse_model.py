@@ -191,6 +191,35 @@ def test_sparsegpt_corrects_the_weights_that_stay():
     assert error["sparsegpt"] < 0.8 * error["wanda"] and error["sparsegpt"] < 0.8 * error["l1norm"]
 
 
+def test_the_layer_behind_a_cut_is_refit_by_least_squares():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3, bias=False))
+    x = torch.randn(400, 6)
+    small = sparsebit.prune(model, x, 0.5, batches=[x[:200], x[200:]])
+    hidden = model[0](x).detach()
+    kept = [i for i in range(8) if any(torch.equal(model[0].weight[i], w) for w in small[0].weight)]
+    want = torch.linalg.lstsq(hidden[:, kept], model(x).detach()).solution.T
+    assert len(kept) == 4
+    torch.testing.assert_close(small[1].weight.detach(), want, rtol=0.02, atol=0.01)  # there is some damping
+    plain = sparsebit.prune(model, x, 0.5)
+    error = lambda m: float((m(x) - model(x)).detach().square().mean())
+    assert error(small) < 0.7 * error(plain)
+
+
+def test_batch_norms_are_tuned():
+    model, x = net("residual")
+    data = [b for b, _ in labelled(x)]
+    smodel = SparseModel(model, config(), x)
+    smodel.calc_params()
+    smodel.tune_batchnorm(data)
+    first = next(m for m in smodel.compact().modules() if isinstance(m, nn.BatchNorm2d))
+    conv = next(m for m in smodel.compact().modules() if isinstance(m, nn.Conv2d))
+    with torch.no_grad():
+        means = torch.stack([conv(b).mean((0, 2, 3)) for b in data])
+    torch.testing.assert_close(first.running_mean, means.mean(0), rtol=1e-4, atol=1e-5)
+    assert not any(m.training for m in smodel.modules())
+
+
 def test_slimming_and_l0_learn():
     torch.manual_seed(0)
     for strategy, options in (("slimming", {"STRENGTH": 0.05}), ("l0", {"STRENGTH": 20.0})):

@@ -74,7 +74,7 @@ def _arrays(
         found = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
         arrays = {"": found} if isinstance(found, np.ndarray) else {k: found[k] for k in found.files}
     except ValueError as error:
-        why = "objects are pickled in it" if "allow_pickle" in str(error) else one_line(error)
+        why = "objects are pickled in it" if _is_pickled(error) else one_line(error)
         raise InputError(f"{path}: cannot be read: {why}; save arrays of numbers") from None
     except (OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise InputError(f"{path}: is broken: {one_line(error)}") from None
@@ -94,6 +94,10 @@ def _arrays(
     if names:
         return [dict(zip(names, parts)) for parts in zip(*split.values())]
     return [parts[0] if len(parts) == 1 else parts for parts in zip(*split.values())]
+
+
+def _is_pickled(error: ValueError) -> bool:
+    return "allow_pickle" in str(error) or "Python objects" in str(error)
 
 
 def _argument_names(path: Path, model: Any, names: list[str]) -> list[str]:

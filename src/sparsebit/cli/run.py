@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import shutil
 import sys
@@ -99,6 +100,9 @@ def running(
             if fresh and not run.about["steps"]:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+        except Exception:
+            log.info("this is a defect of Sparsebit", exc_info=True)
+            raise
 
 
 def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
@@ -106,6 +110,10 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output {folder}: is a file; name a folder")
     if not folder.exists() or not any(folder.iterdir()):
+        place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            what = "cannot be written to" if place.is_dir() else "is a file"
+            raise InputError(f"--output {folder}: {place} {what}; name another folder")
         return True
     if not (folder / ABOUT).is_file():
         raise InputError(f"--output {folder}: is not empty; name a new folder")

@@ -168,6 +168,14 @@ def certificate_lines(report: Any) -> list[str]:
     return [line for line in str(report).splitlines() if not skipped(line)]
 
 
+def refresh_report(folder: Path) -> None:
+    """report.html of a run, with what is there now."""
+    from sparsebit.report import render
+    from sparsebit.utils.files import write_whole
+
+    write_whole(folder / "report.html", render(folder).encode())
+
+
 def check_onnx(path: Path) -> None:
     """A file that onnx cannot read, said in one line."""
     import onnx

@@ -39,7 +39,7 @@ def gptq(
     act_order: bool = True,
     static_groups: bool = True,
     clip: str = "mse",
-    refine: int = 0,
+    refine: int = 1,
     scale_dtype: torch.dtype = torch.float16,
 ) -> QuantizedWeight:
     """`weight` on a grid, with the least error on the layer's outputs that a greedy pass finds.

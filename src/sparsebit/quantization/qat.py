@@ -7,12 +7,14 @@ stages = Stages(qmodel, activations=500, freeze_bn=2000)
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.batchnorm_folding import fold, override_folded
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from sparsebit.quantization.quant_model import QuantModel
 
 __all__ = [
+    "FeatureMatch",
     "Stages",
     "distillation_loss",
     "fold_batchnorm",
@@ -164,3 +167,52 @@ def distillation_loss(
     if labels is None:
         return soft
     return alpha * soft + (1 - alpha) * nn.functional.cross_entropy(student_logits.float(), labels)
+
+
+class FeatureMatch:
+    """How far what some layers read is from what the same layers of the float model read.
+
+    Pulls the quantized network towards the float one from inside, which labels and logits alone do slowly at 2 and 3
+    bits. Run both models on a batch, then add `weight * match.loss()` to the training loss.
+
+    layers   module paths, which both models have; None: every convolution and linear layer but the first.
+    A config with EQUALIZE rescales channels inside the quantized model: leave it off, as QAT does not need it.
+    """
+
+    def __init__(self, qmodel: QuantModel, teacher: nn.Module, layers: list[str] | None = None):
+        ours = {str(n.meta.get("path")): str(n.target) for n in qmodel.model.graph.nodes if n.op == "call_module"}
+        theirs = dict(teacher.named_modules())
+        if layers is None:
+            weighted = (nn.Linear, nn.modules.conv._ConvNd)
+            layers = [path for path in ours if isinstance(theirs.get(path), weighted)][1:]
+        missing = [path for path in layers if path not in ours or path not in theirs]
+        if missing or not layers:
+            what = f"{missing[0]!r} is not a layer of both models" if missing else "no layer is in both models"
+            raise ConfigError(f"FeatureMatch: {what}; both have {sorted(set(ours) & set(theirs))[:5]}, ...")
+        self._read: dict[tuple[str, str], Tensor] = {}
+        self._handles = []
+        for path in layers:
+            pair = {"student": qmodel.model.get_submodule(ours[path]), "teacher": theirs[path]}
+            for side, module in pair.items():
+                hook = functools.partial(self._keep, side, path)
+                self._handles.append(module.register_forward_pre_hook(hook))
+        self.layers = layers
+
+    def _keep(self, side: str, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._read[side, path] = inputs[0] if side == "student" else inputs[0].detach()
+
+    def loss(self) -> Tensor:
+        """Mean over the layers of |student - teacher|^2 / |teacher|^2, of the batch that both saw last."""
+        if len(self._read) < 2 * len(self.layers):
+            raise CalibrationError("FeatureMatch: run a batch through both models before loss()")
+        terms = []
+        for path in self.layers:
+            student, teacher = self._read["student", path].float(), self._read["teacher", path].float()
+            terms.append((student - teacher).square().mean() / teacher.square().mean().clamp_min(1e-12))
+        self._read.clear()
+        return torch.stack(terms).mean()
+
+    def remove(self) -> None:
+        """Take the hooks off both models."""
+        for handle in self._handles:
+            handle.remove()

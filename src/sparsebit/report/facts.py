@@ -139,7 +139,7 @@ def _layer(row: dict[str, Any], quantizers: dict[str, Any]) -> Layer:
     return Layer(
         **{key: row[key] for key in known},
         bits=" ".join(f"{q['tensor']}{q['bits']}" for q in mine),
-        scheme=" / ".join(q["scheme"] for q in mine),
+        scheme=" / ".join(dict.fromkeys(q["scheme"] for q in mine)),
         range=" / ".join(f"{q['range'][0]:.3g} … {q['range'][1]:.3g}" for q in mine),
     )
 

@@ -52,5 +52,6 @@ def export(
     if output is None:
         lines = work.certificate_lines(report)
         opened.finish("export", file=work.ONNX, bytes=report.bytes, certificate=lines)
+        work.refresh_report(run)
     show(report.as_dict(), str(report), json)
     return 0

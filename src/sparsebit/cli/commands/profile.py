@@ -27,4 +27,5 @@ def profile(
     qmodel, found = work.finished(opened)
     result = qmodel.profile(found[:batches])
     opened.write("profile.json", result.as_dict())
+    work.refresh_report(run)
     show(result.as_dict(), str(result), json)

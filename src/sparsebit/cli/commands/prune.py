@@ -52,6 +52,7 @@ def prune(
                 work.save_pruned(run, small)
                 facts.update(_costs(net, small, batches[0]))
         exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+        work.refresh_report(output)
     result = {
         "ok": exported["ok"] is not False,
         "run": str(output),

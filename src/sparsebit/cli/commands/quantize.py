@@ -53,6 +53,7 @@ def quantize(
                 run.write("layers.json", layers)
                 facts.update(samples=sum(map(_length, batches)), **_sizes(layers["totals"]))
         exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
+        work.refresh_report(output)
     facts = run.about["steps"]["quantize"]
     result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}
     show(result, _text(result), json)

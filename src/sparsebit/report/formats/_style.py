@@ -19,7 +19,7 @@ pre { background: var(--panel); padding: 12px; overflow-x: auto; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 12px; margin: 0; }
 .tile { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 12px; }
 .tile dt, .tile p, footer { color: var(--soft); font-size: 13px; margin: 0; }
-.tile dd { margin: 0; font-size: 19px; font-weight: 600; }
+.tile dd { margin: 0; font-size: 17px; font-weight: 600; }
 .chart { display: block; }
 .chart text { font: 13px system-ui, sans-serif; fill: var(--ink); }
 .chart tspan { fill: var(--soft); }

@@ -96,15 +96,15 @@ def _bar(i: int, layer: Layer, longest: float) -> str:
 
 # -- tables ----------------------------------------------------------------------------------------------
 def _layers(layers: Sequence[Layer]) -> str:
-    head = ["layer", "op", "bits", "scheme", "range", "own SQNR", "output SQNR", "bytes", "MACs", "integers"]
+    head = ["layer", "op", "bits", "output SQNR", "own SQNR", "bytes", "MACs", "integers", "scheme", "range"]
     rows: list[list[Cell]] = []
     for x in layers:
         runs = "yes" if x.integer else x.backend
         rows.append([
-            (x.name, None), (x.op, None), (x.bits or x.state, None), (x.scheme or x.how, None), (x.range, None),
-            (decibel(x.own), x.own), (decibel(x.effect), x.effect),
+            (x.name, None), (x.op, None), (x.bits or x.state, None),
+            (decibel(x.effect), x.effect), (decibel(x.own), x.own),
             (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
-            (count(x.macs) if x.macs else "", x.macs), (runs, None),
+            (count(x.macs) if x.macs else "", x.macs), (runs, None), (x.scheme or x.how, None), (x.range, None),
         ])  # fmt: skip
     return _table(head, rows)
 
