@@ -6,6 +6,7 @@ stories260K needs only SPARSEBIT_ASSETS; SmolLM2 needs transformers, gguf and ll
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
 import re
 import struct
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from assets import ASSETS
 from torch import Tensor, nn
+
+from assets import ASSETS
 
 
 # -- a LLaMA in plain torch ------------------------------------------------------------------------------------
@@ -134,7 +136,7 @@ def stories_tokens(text: str) -> Tensor:
     for word in re.findall(r" ?[^ \n]+|[ \n]", " " + text):  # no piece spans two words
         pieces = [c.encode() for c in word]
         while True:
-            scores = [known.get(a + b, (0, -math.inf))[1] for a, b in zip(pieces, pieces[1:])]
+            scores = [known.get(a + b, (0, -math.inf))[1] for a, b in itertools.pairwise(pieces)]
             if not scores or max(scores) == -math.inf:
                 break
             best = scores.index(max(scores))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +30,10 @@ Command = Callable[..., Done]
 
 @pytest.fixture
 def sparsebit(capfd) -> Command:
-    """The command, run here: `sparsebit("list", "presets")`."""
+    """The command, run here: `sparsebit("list presets")`, or word by word."""
 
     def run(*words: object) -> Done:
+        words = tuple(shlex.split(str(words[0]))) if len(words) == 1 else words
         capfd.readouterr()
         code = main([str(word) for word in words])
         return Done(code, *capfd.readouterr())

@@ -6,6 +6,7 @@ import errno
 import importlib.util
 import os
 import pickle
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -26,7 +27,7 @@ class Bomb:
 def refused(sparsebit, work: Path, command: str, *words: str) -> None:
     """`words` must all be in the one line."""
     before = sorted(work.rglob("*"))
-    done = sparsebit(*command.split())
+    done = sparsebit(command)
     lines = [line for line in done.err.splitlines() if line.strip()]
     assert done.code == 2, (done, command)
     assert len(lines) == 1 and lines[0].startswith("error: "), done.err
@@ -178,7 +179,7 @@ DATA = {
     "words.npy": ["not numbers"],
     "none.npy": ["none.npy: has no samples"],
     "nan.npy": ["nan.npy: batch 1 has values that are NaN or infinite"],
-    "small.npy": ["net.py:build does not run on inputs of shape (8, 3, 8)"],
+    "small.npy": ["net.py:build does not run on inputs of shape (8, 8, 8)"],
     "lengths.npz": ["arrays of different lengths: 3, 4"],
     "data.pkl": ["pickles can run code, so they are refused"],
     "data.xyz": ["what is this?", "file.py:loader"],
@@ -286,7 +287,7 @@ OPTIONS = {
     "--set W.QUANTIZER.BITS=4": ["W.QUANTIZER.BITS: unknown option; did you mean BIT?"],
     "--set W.QUANTIZER.BIT=[": ["'[' is no YAML value"],
     "--presett w8a8": ["--presett", "sparsebit quantize --help"],
-    "--batch-size many": ["--batch-size", "many"],
+    "--batch-size many": ["--batch-size"],
 }
 
 
@@ -342,7 +343,7 @@ def test_full_disk(sparsebit, work, monkeypatch, place):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(f"{place}.write_whole", full)
-    refused(sparsebit, work, "quantize net.py:build --data x.npy -o run", "No space left on device")
+    refused(sparsebit, work, "quantize net.py:build --data x.npy -o new/run", "No space left on device")
 
 
 # -- runs and other commands ----------------------------------------------------------------------------------
@@ -385,6 +386,38 @@ def test_runs(sparsebit, work, runs, command):
         inputs = '"inputs": {"model": "net.py:build"}, "sparsebit": "1"}' if name == "half" else ""
         (work / name / "run.json").write_text(text + inputs)
     refused(sparsebit, work, command, *RUNS[command])
+
+
+@pytest.mark.parametrize("name, word", [("model.safetensors", "is broken"), ("plan.json", "no pruning plan")])
+def test_pruned_runs_that_broke(sparsebit, work, runs, name, word):
+    damage(shutil.copytree(runs / "p", work / "p") / name)
+    refused(sparsebit, work, "export p -o a.onnx", f"p/{name}", word)
+
+
+@pytest.mark.parametrize("command", ["export q -o a.onnx", "profile q", "verify q/model.onnx"])
+def test_quantized_runs_that_broke(sparsebit, work, runs, command):
+    damage(shutil.copytree(runs / "q", work / "q") / "model.safetensors")
+    refused(sparsebit, work, command, "q: does not fit", "net.py:build")
+
+
+@pytest.mark.parametrize("name", ["layers.json", "run.json"])
+def test_reports_of_runs_that_broke(sparsebit, work, runs, name):
+    damage(shutil.copytree(runs / "q", work / "q") / name)
+    refused(sparsebit, work, "report q -o a.html", f"q/{name}: is broken")
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-30])
+
+
+@pytest.mark.parametrize("command", ["quantize", "prune"])
+def test_a_model_that_changed_since_its_run(sparsebit, work, command):
+    assert sparsebit(f"{command} net.py:build --data x.npy --no-export -o run").code == 0
+    text = (work / "net.py").read_text()
+    (work / "net.py").write_text(
+        text.replace("(3, 8, 3", "(3, 12, 3").replace("(8, 8,", "(12, 8,").replace("2d(8)", "2d(12)")
+    )
+    refused(sparsebit, work, "export run", "net.py:build" if command == "quantize" else "another model")
 
 
 def test_errors_are_json_too(sparsebit, work):

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.allocate import macs, uniform
+from sparsebit.sparse.allocate import uniform
+from sparsebit.sparse.costs import macs
 from sparsebit.sparse.prune import call_of, prune, walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 

@@ -56,6 +56,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def random_batch(shape: tuple[int, ...]) -> Any:
+    """For what needs no real data: the same numbers every time."""
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
 def absolute(spec: str) -> str:
     """The same data, named from anywhere."""
     where, _, name = spec.rpartition(":")
@@ -203,7 +210,7 @@ def _of_loader(spec: str, samples: int) -> list[Any]:
         nonlocal count
         for batch in batches:
             taken.append(batch)
-            count += _length(batch)
+            count += length(batch)
             if count >= samples:
                 return
 
@@ -211,7 +218,8 @@ def _of_loader(spec: str, samples: int) -> list[Any]:
     return taken
 
 
-def _length(batch: Any) -> int:
+def length(batch: Any) -> int:
+    """Samples in a batch: the first size of its first tensor."""
     from torch import Tensor
     from torch.utils import _pytree as pytree
 

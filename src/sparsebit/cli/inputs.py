@@ -26,19 +26,15 @@ class Inputs:
         for name in ("batch_size", "samples"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(self, name)}")
-        if self.data is None and shape is None:
-            raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
         model = models.load_model(self.model, self.weights)
-        if self.data is None:
-            import torch
-
-            assert shape is not None
-            torch.manual_seed(0)
-            batches: list[Any] = [torch.randn(shape)]
-        else:
+        if self.data is not None:
             batches = data_forms.load_batches(
                 self.data, model, shape, self.batch_size, self.samples, self.model
             )
+        elif shape is not None:
+            batches = [data_forms.random_batch(shape)]
+        else:
+            raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
         _check_runs(self, model, batches[0])
         return model, batches
 

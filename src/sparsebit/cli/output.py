@@ -6,7 +6,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from sparsebit.errors import SparsebitError
@@ -32,6 +33,18 @@ def show_error(text: str) -> None:
 def say(text: str) -> None:
     """A remark for the person at the keyboard; never in the way of --json."""
     print(text, file=sys.stderr)
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """A sign of life on terminals, for work that has no progress bar of its own."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
 
 
 def plain(value: Any) -> Any:

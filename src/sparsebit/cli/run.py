@@ -55,7 +55,7 @@ class Run:
 
     def finish(self, step: str, seconds: float = 0.0, **facts: Any) -> None:
         self.about["steps"][step] = {"seconds": round(seconds, 2), **plain(facts)}
-        self._write()
+        self.save()
 
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Run:
         """A JSON file of the run, whole or not at all."""
         write_whole(self.folder / name, (json.dumps(plain(value), indent=1) + "\n").encode())
 
-    def _write(self) -> None:
+    def save(self) -> None:
         self.write(ABOUT, self.about)
 
 
@@ -83,26 +83,24 @@ def running(
     """
     asked = {"command": command, "inputs": inputs.absolute(), "settings": plain(settings)}
     fresh = check_output(folder, asked, resume)
-    if fresh:
-        folder.mkdir(parents=True, exist_ok=True)
-        run = Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}})
-        run._write()
-    else:
-        run = Run.open(folder)
-    with _logged(folder / LOG):
-        try:
+    made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    run = (
+        Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}}) if fresh else Run.open(folder)
+    )
+    try:
+        with _logged(folder / LOG):
+            run.save()
             yield run
-        except KeyboardInterrupt:
-            done = ", ".join(run.about["steps"]) or "nothing yet"
-            say(f"\ninterrupted; finished: {done}. Go on with:\n  {_again(folder)}")
-            raise
-        except (SparsebitError, OSError):
-            if fresh and not run.about["steps"]:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        except Exception:
-            log.info("this is a defect of Sparsebit", exc_info=True)
-            raise
+    except KeyboardInterrupt:
+        done = ", ".join(run.about["steps"]) or "nothing yet"
+        say(f"\ninterrupted; finished: {done}. Go on with:\n  {_again()}")
+        raise
+    except (SparsebitError, OSError):
+        if fresh and not run.about["steps"]:
+            for path in made[-1:] or list(folder.iterdir()):  # an empty folder that was there stays
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
 
 
 def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
@@ -131,7 +129,7 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     return False
 
 
-def _again(folder: Path) -> str:
+def _again() -> str:
     words = [w for w in sys.argv[1:] if w != "--resume"]
     return f"sparsebit {shlex.join(words)} --resume"
 
@@ -147,6 +145,9 @@ def _logged(path: Path) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
+    except Exception:
+        log.info("stopped by an error", exc_info=True)
+        raise
     finally:
         for logger in loggers:
             logger.removeHandler(handler)

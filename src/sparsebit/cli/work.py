@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs import example_of
-from sparsebit.cli.output import InputError, one_line, say, show_error
+from sparsebit.cli.output import InputError, one_line, say, show_error, status
 from sparsebit.cli.run import Run
 from sparsebit.errors import ExportError, SparsebitError
 
@@ -119,9 +118,10 @@ def write_onnx(
     axes = None if fixed_batch else batch_axes(model, example)
     more = [example_of(model, batch) for batch in batches[1:COMPARED]]
     try:
-        if hasattr(model, "export_onnx"):
-            return model.export_onnx(example, str(path), dynamic_axes=axes, backend=backend, batches=more)
-        return export_module(model, example, path, dynamic_axes=axes, batches=more)
+        with status("writing the ONNX file, running it, comparing ..."):
+            if hasattr(model, "export_onnx"):
+                return model.export_onnx(example, str(path), dynamic_axes=axes, backend=backend, batches=more)
+            return export_module(model, example, path, dynamic_axes=axes, batches=more)
     except ExportError as error:
         if axes and "kept as" not in str(error):
             raise ExportError(
@@ -164,8 +164,7 @@ def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> 
 
 def certificate_lines(report: Any) -> list[str]:
     """The report's own words, without the file's path."""
-    skipped: Callable[[str], bool] = lambda line: line.startswith("file ")
-    return [line for line in str(report).splitlines() if not skipped(line)]
+    return [line for line in str(report).splitlines() if not line.startswith("file ")]
 
 
 def refresh_report(folder: Path) -> None:

@@ -29,8 +29,8 @@ def allocate(errors: Sequence[Mapping[int, float]], sizes: Sequence[int], averag
     unit *= max(1, -(-budget // unit // MOST_UNITS))
     units = [-(-size // unit) for size in sizes]
     room = budget // unit
-    if any(size % unit for size in sizes):
-        room = max(room, sum(u * min(e) for e, u in zip(errors, units)))
+    if room < sum(u * min(e) for e, u in zip(errors, units)):  # only where sizes were rounded up
+        return [min(e) for e in errors]
     best = np.zeros(room + 1)  # least error with at most so many units, over the layers so far
     choices = []
     for e, size in zip(errors, units):

@@ -6,6 +6,7 @@ that blocks can be run one at a time, without the model around them.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -45,6 +46,10 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
+class _Enough(Exception):
+    """The last block has been reached: what follows, such as a large head, need not run."""
+
+
 class Captured:
     """hidden[batch] enters the first block; calls[block][batch] are the other arguments."""
 
@@ -57,9 +62,7 @@ class Captured:
 
 
 @torch.no_grad()
-def capture(
-    model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], first: nn.Module
-) -> Captured:
+def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], first: nn.Module) -> Captured:
     """Runs what lies before and between the blocks; `first` is a copy of the first block, to see what blocks return."""
     found = Captured(len(blocks))
     signature = signature_of(model)
@@ -77,6 +80,8 @@ def capture(
                     wrap.append(_wrapper(call.output(first, hidden)))
                 found.hidden.append(hidden.clone())
             found.calls[index].append(call)
+            if index == len(blocks) - 1:
+                raise _Enough
             return wrap[0](hidden)
 
         return forward
@@ -88,7 +93,8 @@ def capture(
             block.__dict__["forward"] = recorder(i)
         for batch in as_iterable(batches):
             args, kwargs = as_call(batch, signature)
-            model(*to_device(args, device), **{**to_device(kwargs, device), **extra})
+            with contextlib.suppress(_Enough):
+                model(*to_device(args, device), **{**to_device(kwargs, device), **extra})
     finally:
         for block in blocks:
             block.__dict__.pop("forward", None)

@@ -41,19 +41,25 @@ def pack_words(values: Tensor, bits: int, axis: int = -1) -> Tensor:
 
 def unpack_words(words: Tensor, bits: int, length: int, axis: int = -1) -> Tensor:
     """The inverse: `length` values along `axis`, as uint8."""
-    rows = words.movedim(axis, -1).long() & 0xFFFFFFFF
+    rows = words.movedim(axis, -1)
     if rows.shape[-1] < words_of(length, bits):
         raise SparsebitError(
             f"unpack_words: {length} values of {bits} bits need {words_of(length, bits)} words, "
             f"there are {rows.shape[-1]}; the file has another width or layout"
         )
+    if 8 % bits == 0:  # whole values in every byte
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+        values = (rows.reshape(-1).view(torch.uint8).view(*rows.shape[:-1], -1)[..., None] >> shifts) & (
+            2**bits - 1
+        )
+        return values.flatten(-2)[..., :length].movedim(-1, axis).contiguous()
     period, per = math.lcm(bits, 32) // bits, math.lcm(bits, 32) // 32
     rows = F.pad(rows, (0, -rows.shape[-1] % per)).unflatten(-1, (-1, per))
     values = torch.empty(*rows.shape[:-1], period, dtype=torch.uint8, device=words.device)
     for i in range(period):
         word, shift = divmod(i * bits, 32)
-        value = rows[..., word] >> shift
+        value = rows[..., word] >> shift  # brings the sign along: masked below
         if shift + bits > 32:
-            value = value | (rows[..., word + 1] << (32 - shift))
+            value = (value & (2 ** (32 - shift) - 1)) | (rows[..., word + 1] << (32 - shift))
         values[..., i] = (value & (2**bits - 1)).to(torch.uint8)
     return values.flatten(-2)[..., :length].movedim(-1, axis).contiguous()

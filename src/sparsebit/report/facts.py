@@ -49,7 +49,6 @@ class Facts:
     layers: list[Layer] = field(default_factory=list)
     pruned: list[tuple[str, int, int]] = field(default_factory=list)  # layer, channels before, after
     certificate: list[str] = field(default_factory=list)
-    ok: bool | None = None  # whether the certificate holds; None: there is no file
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -101,8 +100,7 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
         facts.notes += [f"Not cut: {reason}" for reason in plan["reasons"]]
     exported = steps.get("export")
     if exported is not None:
-        facts.certificate = exported["certificate"]
-        facts.ok = True  # a file that does not hold is never put in its place
+        facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
     else:
         facts.notes.append(f"No ONNX file yet: run `sparsebit export {folder}`.")
     facts.headline = list(_headline(facts, steps, layers, profile))
@@ -179,12 +177,13 @@ def decibel(value: Any) -> str:
 
 
 def size(n: float) -> str:
-    return f"{count(n)}B" if n >= 1000 else f"{n:.0f} B"
+    return f"{n:.0f} B" if n < 1000 else f"{count(n)}B"
 
 
 def count(n: float) -> str:
-    for unit in ("", "k", "M", "G"):
-        if abs(n) < 1000 or unit == "G":
-            return f"{n:.3g} {unit}".strip(" ") if not unit else f"{n:.3g} {unit}"
+    """12345678 -> 12.3 M."""
+    for unit in ("", " k", " M"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
         n /= 1000
-    raise AssertionError
+    return f"{n:.3g} G"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.masks import count_of
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.costs import ESTIMATES, EXACT
 from sparsebit.sparse.surgery import Cut
 
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
@@ -57,66 +56,32 @@ def _check(ratio: float | Tensor, round_to: int) -> None:
         raise ConfigError(f"round_to: must be at least 1, got {round_to}")
 
 
-def within(
-    walk: Walk, choose: Callable[[float], Tensor], cost: Callable[[nn.Module], float], budget: float
-) -> Tensor:
-    """The smallest ratio whose model costs at most `budget` of the whole one."""
+def within(walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float) -> Tensor:
+    """The smallest ratio whose model has at most `budget` of the whole one's macs, params or latency."""
     if not 0 < budget <= 1:
         raise ConfigError(f"budget: must be above 0 and at most 1, got {budget}")
-    whole, low, high = cost(walk.gm), 0.0, MOST
-    least = cost(Cut(walk, choose(high)).compact())
-    if least > budget * whole:
+    exact = EXACT[of](walk)
+    limit = budget * exact(walk.gm)
+    fits = lambda ratio: exact(Cut(walk, choose(ratio)).compact()) <= limit
+    start = 0.0
+    if of in ESTIMATES:
+        estimate = ESTIMATES[of](walk)
+        start = _bisect(lambda ratio: estimate(Cut(walk, choose(ratio))) <= limit, 0.0)
+        if fits(start):
+            return choose(start)
+    if not fits(MOST):
+        least = exact(Cut(walk, choose(MOST)).compact()) / limit * budget
         raise ConfigError(
-            f"budget: {budget} cannot be reached, {least / whole:.2f} is left when one channel of everything stays; "
+            f"budget: {budget} cannot be reached, {least:.2f} is left when one channel of everything stays; "
             f"what cannot be cut is in the report"
         )
+    return choose(_bisect(fits, start))
+
+
+def _bisect(fits: Callable[[float], bool], low: float) -> float:
+    """The least ratio that fits; MOST if none does."""
+    high = MOST
     for _ in range(STEPS):
         middle = (low + high) / 2
-        if cost(Cut(walk, choose(middle)).compact()) > budget * whole:
-            low = middle
-        else:
-            high = middle
-    return choose(high)
-
-
-def parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def macs(walk: Walk) -> Callable[[nn.Module], int]:
-    """Multiplications of one forward on the example."""
-    args, kwargs = walk.example
-
-    def count(model: nn.Module) -> int:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(*args, **kwargs)
-        return counter.get_total_flops() // 2
-
-    return count
-
-
-def seconds(walk: Walk, rounds: int = 7) -> Callable[[nn.Module], float]:
-    """Time of one forward on the example, on this machine: the best of some rounds."""
-    args, kwargs = walk.example
-
-    def measure(model: nn.Module) -> float:
-        model.eval()
-        best = float("inf")
-        with torch.no_grad():
-            for _ in range(rounds):
-                start = time.perf_counter()
-                model(*args, **kwargs)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                best = min(best, time.perf_counter() - start)
-        return best
-
-    return measure
-
-
-Cost = Callable[[nn.Module], float]
-COSTS: dict[str, Callable[[Walk], Cost]] = {  # what a budget is of
-    "macs": macs,
-    "params": lambda walk: parameters,
-    "latency": seconds,
-}
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

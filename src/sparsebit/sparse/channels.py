@@ -50,6 +50,7 @@ class Walk:
     paths: dict[str, str] = field(default_factory=dict)  # a module's path in the graph -> in the user's model
     _owners: dict[int, str] = field(default_factory=dict)  # id of a tensor -> the first path it was met under
     _indexed: list[tuple[fx.Node, Tensor, int]] = field(default_factory=list)
+    _dimensions: list[Tensor] | None = None
 
     @classmethod
     def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
@@ -149,15 +150,16 @@ class Walk:
         return len(trial.roots(trial.along(labels, axis)).unique())
 
     # -- results -------------------------------------------------------------------------------------
-    def keeps(self, labels: Tensor, dropped: Tensor) -> Tensor:
-        """Which of `labels` are kept when the classes `dropped` go."""
-        return ~torch.isin(self.labels.roots(labels), dropped)
-
     def dimensions(self) -> list[Tensor]:
         """Classes that compete with each other: the same layers make and read them, in the same values.
 
         Without the fixed ones. One of each stays, so that neither a layer nor a value loses everything.
         """
+        if self._dimensions is None:
+            self._dimensions = self._find_dimensions()
+        return self._dimensions
+
+    def _find_dimensions(self) -> list[Tensor]:
         values = (t for t in pytree.tree_leaves(list(self.of.values())) if isinstance(t, Tensor))
         cuts = [cut.labels for cut in self.slices.values()]
         places: dict[int, list[int]] = {}

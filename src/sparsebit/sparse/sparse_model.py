@@ -162,7 +162,7 @@ class SparseModel(nn.Module):
 
         if budget:
             ((name, left),) = budget.items()
-            dropped = allocate.within(walk, choose, allocate.COSTS[name](walk), left)
+            dropped = allocate.within(walk, choose, name, left)
         elif section.scope == "global":
             dropped = choose(min(section.ratio * share, allocate.MOST))
         else:

@@ -28,9 +28,12 @@ class Cut:
 
     def __init__(self, walk: Walk, dropped: Tensor):
         self.walk, self.dropped = walk, dropped
+        self._stays = torch.ones(len(walk.labels), dtype=torch.bool)
+        self._stays[dropped] = False
 
     def keeps(self, labels: Tensor) -> Tensor:
-        return self.walk.keeps(labels, self.dropped)
+        """Which of `labels` are kept."""
+        return self._stays[self.walk.labels.roots(labels)]
 
     def axes(self, labels: Tensor) -> dict[int, Tensor]:
         """By axis that loses something: which of its positions are kept."""

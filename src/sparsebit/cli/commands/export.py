@@ -30,6 +30,7 @@ def export(
     from sparsebit.cli import work
     from sparsebit.cli.run import Run
     from sparsebit.export.backends import BACKENDS
+    from sparsebit.export.files import writable
     from sparsebit.export.to_onnx import require
 
     opened = Run.open(run)
@@ -41,6 +42,7 @@ def export(
     if backend is not None and opened.command != "quantize":
         raise InputError("--backend: only quantized models are written for a backend; leave it out")
     require("onnx", "onnxscript", "onnxruntime")
+    writable(path)
     model, batches = work.finished(opened)
     try:
         report = work.write_onnx(model, batches, path, fixed_batch, backend)

@@ -87,11 +87,11 @@ def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
     """Parameters and multiplications, before and after."""
-    from sparsebit.sparse.allocate import COSTS
+    from sparsebit.sparse.costs import EXACT
     from sparsebit.sparse.prune import walk_of
 
     walk = walk_of(net, example_of(net, batch))
-    found = {name: COSTS[name](walk) for name in ("params", "macs")}
+    found = {name: EXACT[name](walk) for name in ("params", "macs")}
     return {name: [int(cost(net)), int(cost(small))] for name, cost in found.items()}
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
+from sparsebit.cli.data import length
 from sparsebit.cli.inputs import Inputs
 from sparsebit.cli.output import InputError, show
 
@@ -51,21 +52,13 @@ def quantize(
                 qmodel = work.quantize(run, net, batches, settings)
                 layers = work.layers_of(qmodel, batches[0])
                 run.write("layers.json", layers)
-                facts.update(samples=sum(map(_length, batches)), **_sizes(layers["totals"]))
+                facts.update(samples=sum(map(length, batches)), **_sizes(layers["totals"]))
         exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
         work.refresh_report(output)
     facts = run.about["steps"]["quantize"]
     result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}
     show(result, _text(result), json)
     return 0 if result["ok"] else 1
-
-
-def _length(batch: Any) -> int:
-    from torch import Tensor
-    from torch.utils import _pytree as pytree
-
-    first = next((x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)), None)
-    return 1 if first is None or not first.dim() else len(first)
 
 
 def _sizes(totals: dict[str, int]) -> dict[str, int]:

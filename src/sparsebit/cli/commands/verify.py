@@ -9,7 +9,7 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show
+from sparsebit.cli.output import InputError, show, status
 
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
@@ -18,7 +18,7 @@ def verify(
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="its run; the folder of the file, if left out")
     ] = None,
-    batches: Annotated[int, typer.Option(help="batches of the run's data to compare on")] = 3,
+    batches: Annotated[int, typer.Option(min=1, help="batches of the run's data to compare on")] = 3,
     json: options.Json = False,
 ) -> int:
     """Compare a file with the model of its run again: every quantizer, every op, and the outputs.
@@ -41,6 +41,7 @@ def verify(
         )
     work.check_onnx(file)
     qmodel, found = work.finished(opened)
-    report = sparsebit.verify(file, qmodel, found[:batches])
+    with status("running the file, comparing ..."):
+        report = sparsebit.verify(file, qmodel, found[:batches])
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1
