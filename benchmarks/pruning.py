@@ -40,7 +40,7 @@ def macs(model: nn.Module) -> int:
 def ours(method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[nn.Module, float, float]:
     """(small, CPU seconds of the cut, of the passes over data); `fpgm`, or `l2norm, no data`.
 
-    With data, the layers behind a cut are refit and batch norms re-estimated: what `sparsebit.prune(..., batches=)` does.
+    With data, layers behind a cut are refit and batch norms re-estimated: what `sparsebit.prune(..., batches=)` does.
     """
     strategy, _, without = method.partition(", ")
     config = {"DEVICE": "cpu", "SPARSER": {"STRATEGY": strategy, "RATIO": 0.5, "SCOPE": "global"}}
@@ -143,7 +143,8 @@ def eight_bits(small: nn.Module, x: Tensor, test: tuple[Tensor, Tensor]) -> str:
     qmodel = sparsebit.quantize(small, list(x[:256].split(32)), progress=False)
     top1 = assets.top1(assets.logits(qmodel, test[0]), test[1])
     with tempfile.TemporaryDirectory() as folder:
-        report = qmodel.export_onnx(x[:8], str(Path(folder) / "small.onnx"), batches=[test[0][:200]])
+        file, axes = str(Path(folder) / "small.onnx"), {"x": {0: "batch"}}
+        report = qmodel.export_onnx(x[:8], file, ["x"], dynamic_axes=axes, batches=[test[0][:200]])
     return f"W8A8 {top1:.2f} %, file certified: {report.ok}, {report.bytes / 1e3:.0f} kB"
 
 

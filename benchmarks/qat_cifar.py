@@ -20,6 +20,9 @@ import assets
 import sparsebit
 
 BATCH = 100
+FEATURES = 2.0  # weight of the distance inside the network
+EMA = 0.99  # of the running mean of the parameters
+LR = {2: 0.02, 3: 0.01, 4: 0.01}  # by bits of activations
 ROWS = ["lsq W4A4", "lsq W3A3", "lsq W2A2", "lsq+ W4A4", "lsq+ W2A2", "pact W4A4", "pact W2A2", "dorefa W4A4"]
 QUANTIZERS = {  # name -> of weights, of activations
     "lsq": ("lsq", "lsq"),
@@ -71,27 +74,42 @@ def build(row: str, net: nn.Module, x: Tensor) -> sparsebit.QuantModel:
 
 
 def train(
-    qmodel: sparsebit.QuantModel, teacher: nn.Module, x: Tensor, y: Tensor, epochs: int, steps: int | None
+    qmodel: sparsebit.QuantModel,
+    teacher: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    epochs: int,
+    steps: int | None,
+    lr: float,
 ) -> None:
     total = steps or epochs * -(-len(x) // BATCH)
-    optimizer = torch.optim.SGD(
-        qmodel.qat_parameter_groups(0.02, weight_decay=1e-4), momentum=0.9, nesterov=True
-    )
+    groups = qmodel.qat_parameter_groups(lr, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [g["lr"] for g in optimizer.param_groups], total, pct_start=0.1
+        optimizer, [g["lr"] for g in groups], total, pct_start=0.1, cycle_momentum=False
     )
+    inside = [n for n, _ in teacher.named_modules() if n.startswith("layer") and n.endswith("conv1")]
+    match = sparsebit.qat.FeatureMatch(qmodel, teacher, [*inside, "linear"])
+    learned = [p for p in qmodel.parameters() if p.requires_grad]
+    mean = [p.detach().clone() for p in learned]
     qmodel.train()
-    for step, (images, labels) in enumerate(batches(x, y, epochs)):
+    for step, (images, _) in enumerate(batches(x, y, epochs)):
         if step == total:
             break
         with torch.no_grad():
             wanted = teacher(images)
-        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, labels, temperature=1.0, alpha=0.5)
+        loss = (
+            sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0) + FEATURES * match.loss()
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         schedule.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(mean, learned, 1 - min(EMA, (step + 1) / (step + 10)))
+    match.remove()
     qmodel.eval()
+    return mean
 
 
 def main() -> None:
@@ -109,9 +127,13 @@ def main() -> None:
         start = time.process_time()
         qmodel = build(row, net, x)
         before = assets.top1(assets.logits(qmodel, test_x), test_y)
-        train(qmodel, net, x, y, options.epochs, options.steps)
+        mean = train(qmodel, net, x, y, options.epochs, options.steps, LR[int(row[-1])])
         after = assets.top1(assets.logits(qmodel, test_x), test_y)
-        line = f"{row:12s} calibrated {before:.2f} %, trained {after:.2f} %"
+        with torch.no_grad():
+            for p, average in zip((p for p in qmodel.parameters() if p.requires_grad), mean):
+                p.copy_(average)
+        averaged = assets.top1(assets.logits(qmodel, test_x), test_y)
+        line = f"{row:12s} calibrated {before:.2f} %, trained {after:.2f} %, mean of the weights {averaged:.2f} %"
         if options.export:
             qmodel.fold_batchnorm()
             report = qmodel.export_onnx(test_x[:50], f"{options.export}/{row.replace(' ', '-')}.onnx")

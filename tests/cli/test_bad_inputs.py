@@ -52,6 +52,7 @@ MODELS = {
     "resnet18": ["is no model", "timm:name"],
     "weights.pth": ["holds weights, not a model", "--weights weights.pth"],
     "model.onnx": ["an ONNX file cannot be quantized"],
+    "timm:": ["timm:: which model?", "timm:name"],
     "hf:no/folder": ["is no folder with a config.json"],
     "no.pt2": ["no.pt2: no such file"],
     "broken.pt2": ["broken.pt2: is no exported program that can be read safely"],

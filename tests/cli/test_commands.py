@@ -197,6 +197,27 @@ def test_check_fails_where_nothing_is_quantized(sparsebit, work):
     assert sparsebit("check plain.py:build --input-shape 2,3,8,8").code == 1
 
 
+def test_models_that_fx_cannot_trace(sparsebit, work):
+    """A branch on values: an island for torch.fx, a whole graph for torch.export; the run remembers which."""
+    (work / "hard.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Hard(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(8, 8)\n"
+        "    def forward(self, x):\n        if list(x.shape)[-1] > float(len(str(x.dtype))) - 20:\n"
+        "            x = self.fc(x)\n        return x @ x.transpose(-1, -2)\n"
+    )
+    check = lambda trace: json.loads(
+        sparsebit(f"check hard.py:Hard --input-shape 2,4,8 --trace {trace} --json").out
+    )
+    fx, export = check("fx"), check("export")
+    assert "--trace export" in sparsebit("check hard.py:Hard --input-shape 2,4,8").err
+    assert fx["islands"] and not export["islands"]
+    assert fx["totals"]["quantized_macs"] < export["totals"]["quantized_macs"] == export["totals"]["macs"]
+    np.save(work / "h.npy", np.random.rand(4, 4, 8))
+    command = "quantize hard.py:Hard --data h.npy --batch-size 2 --trace export --no-export -o run"
+    assert sparsebit(command).code == 0
+    assert sparsebit(command + " --resume").code == 0
+
+
 def test_exported_programs(sparsebit, work):
     program = torch.export.export(net(work), (torch.randn(4, 3, 8, 8),))
     torch.export.save(program, work / "net.pt2")
@@ -323,7 +344,7 @@ def test_config(sparsebit, work):
 
 
 def test_what_breaks_inside_is_code_70(sparsebit, work, monkeypatch):
-    monkeypatch.setattr(library, "preflight", lambda *a: 1 / 0)
+    monkeypatch.setattr(library.QuantModel, "preflight", lambda *a: 1 / 0)
     done = sparsebit("check net.py:build --input-shape 2,3,8,8")
     assert done.code == 70 and "ZeroDivisionError" in done.err and "please report" in done.err
 

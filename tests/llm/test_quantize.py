@@ -70,6 +70,15 @@ def test_more_bits_are_closer_and_gptq_is_closer_than_rounding(tmp_path):
     assert errors[3] < 0.7 * rounded
 
 
+def test_groups_that_follow_the_order(tmp_path):
+    options = {"group_size": 16, "static_groups": False}
+    with pytest.raises(ConfigError, match="use format='gptq'"):
+        llm.quantize(tiny(), tokens(), save=tmp_path / "a", **options)
+    llm.quantize(tiny(), tokens(), save=tmp_path / "b", format="gptq", **options)
+    loaded = llm.load(tmp_path / "b", tiny())
+    assert loaded.layers[0].gate.g_idx is not None and loaded(tokens()[0]).isfinite().all()
+
+
 def test_rounding_needs_no_data(tmp_path):
     report = llm.quantize(tiny(), save=tmp_path, method="rtn", group_size=16)
     assert len(report.layers) == 21 and report.stored_bits == pytest.approx(5.0, abs=0.05)

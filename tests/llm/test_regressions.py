@@ -34,8 +34,8 @@ def test_d19_packed_integers_are_clamped(bits, group):
 
 def test_d20_scales_and_zeros_are_kept(tmp_path):
     """The original derived them from the quantized weights again, whose range is smaller than the grid's."""
-    weight = torch.randn(32, 64)
-    q = gptq(weight, Statistics(torch.eye(64)), QuantSpec(4, False, 0))
+    weight, x = torch.randn(32, 64), torch.randn(200, 64) @ torch.randn(64, 64)
+    q = gptq(weight, Statistics(x.T @ x), QuantSpec(4, False, 0), clip="minmax")
     derived = rtn(q.dequantize(), None, QuantSpec(4, False, 0), clip="minmax", scale_dtype=torch.float32)
     assert not torch.allclose(derived.scales.float(), q.scales.float(), rtol=1e-3)  # it would not be the same
     for pack8 in (False, True):

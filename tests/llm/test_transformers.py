@@ -110,7 +110,7 @@ def test_a_folder_with_other_names_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("options", [
     {"bits": 4}, {"bits": 3, "symmetric": False}, {"bits": 2, "group_size": -1},
-    {"candidate_bits": (2, 4), "average_bits": 3.0}, {"bits": 4, "static_groups": False},
+    {"candidate_bits": (2, 4), "average_bits": 3.0},
 ])  # fmt: skip
 def test_transformers_loads_it_through_compressed_tensors(options, tmp_path):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -144,7 +144,7 @@ def test_peak_memory_of_four_times_the_layers(tmp_path):
     import subprocess
 
     peaks = []
-    for layers in (4, 16):
+    for layers in (2, 8):
         folder = tmp_path / str(layers)
         build("Llama", num_hidden_layers=layers, hidden_size=512, intermediate_size=1024).save_pretrained(
             folder

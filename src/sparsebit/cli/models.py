@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.objects import call, find_object
-from sparsebit.cli.output import InputError, one_line
-from sparsebit.config import did_you_mean
+from sparsebit.cli.output import InputError, did_you_mean, one_line
 
 FORMS = "file.py:factory, package.module:factory, timm:name, torchvision:name, hf:DIR or a .pt2 file"
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
@@ -22,7 +22,9 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     kind, _, rest = spec.partition(":")
     if spec.endswith(".pt2"):
         model = _exported(Path(spec))
-    elif kind in PACKAGES and rest:
+    elif kind in PACKAGES and not rest:
+        raise InputError(f"{spec}: which model? write {FORMS}")
+    elif kind in PACKAGES:
         model = PACKAGES[kind](spec, rest)
     elif spec.endswith(".onnx"):
         raise InputError(f"{spec}: an ONNX file cannot be quantized; name the PyTorch model: {FORMS}")
@@ -115,6 +117,8 @@ def _hugging_face(spec: str, folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
         raise InputError(f"{spec}: {folder} is no folder with a config.json; download the model first")
     transformers = optional("transformers", spec)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
 
     def build() -> Any:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

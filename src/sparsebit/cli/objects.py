@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sparsebit.cli.output import InputError, one_line
-from sparsebit.config import did_you_mean
+from sparsebit.cli.output import InputError, did_you_mean, one_line
 
 
 def find_object(spec: str) -> Any:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparsebit.cli.output import InputError
+
+
+class FrontEnd(str, Enum):
+    """How the graph of a model is found."""
+
+    fx = "fx"
+    export = "export"
+
 
 Model = Annotated[
     str,
@@ -54,6 +63,10 @@ Resume = Annotated[
 Export = Annotated[bool, typer.Option("--export/--no-export", help="write and check an ONNX file")]
 FixedBatch = Annotated[
     bool, typer.Option("--fixed-batch", help="the ONNX file takes only batches of --batch-size")
+]
+Trace = Annotated[
+    FrontEnd,
+    typer.Option(help="export: torch.export, where torch.fx cannot trace the model (see: sparsebit check)"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,13 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """`; did you mean BIT?`, or nothing; loads the configs only when something is wrong."""
+    from sparsebit.config import did_you_mean as hint
+
+    return hint(name, options)
 
 
 def show_error(text: str) -> None:

@@ -17,12 +17,13 @@ log = logging.getLogger("sparsebit")
 
 
 # -- quantized models ------------------------------------------------------------------------------------
-def quantize(run: Run, model: Any, batches: list[Any], config: Any) -> Any:
+def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) -> Any:
     """Calibrate, learn the rounding where the config asks for it, and save. Learning can be interrupted."""
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.tools.reconstruction import needs_reconstruction
 
-    qmodel = QuantModel(model, config, example=batches[0])
+    qmodel = QuantModel(model, config, example=batches[0], trace=trace)
+    hint_at_export(qmodel, trace)
     if needs_reconstruction(qmodel.model):
         qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")
     else:
@@ -32,13 +33,20 @@ def quantize(run: Run, model: Any, batches: list[Any], config: Any) -> Any:
     return qmodel
 
 
+def hint_at_export(qmodel: Any, trace: str) -> None:
+    """Parts that torch.fx cannot trace are often no trouble for torch.export."""
+    if qmodel.islands and trace == "fx":
+        say("some parts could not be traced (see the warnings): --trace export may see inside them")
+
+
 def load_quantized(run: Run, model: Any, batches: list[Any]) -> Any:
     from safetensors import SafetensorError
 
     from sparsebit.quantization import QuantModel
 
     try:
-        return QuantModel.load(run.folder, model, example=batches[0])
+        trace = run.about["settings"]["trace"]
+        return QuantModel.load(run.folder, model, example=batches[0], trace=trace)
     except (RuntimeError, SafetensorError) as error:  # other keys or shapes, a truncated file
         if isinstance(error, SparsebitError):
             raise

@@ -106,4 +106,4 @@ def to_words(rows: Tensor) -> Tensor:
     """pack8 -> pack32."""
     parts = rows.view(torch.uint8).long().unflatten(0, (-1, 4))
     words = sum(parts[:, i] << (8 * i) for i in range(4))
-    return torch.where(words >= 2**31, words - 2**32, words).int()  # type: ignore[operator, arg-type]
+    return torch.where(words >= 2**31, words - 2**32, words).int()

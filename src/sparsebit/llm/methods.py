@@ -28,7 +28,8 @@ def round_to_nearest(
     return rtn(weight, None, spec, **options)
 
 
-NEEDS_DATA = {"gptq"}
+NEEDS_DATA = {"gptq"}  # refuse to start without batches
+IGNORES_DATA = {"rtn"}  # statistics are not collected for these
 
 
 def check_options(method: str, options: dict[str, Any]) -> None:

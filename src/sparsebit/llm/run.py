@@ -18,7 +18,7 @@ from sparsebit.llm.allocate import allocate
 from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Captured, capture
 from sparsebit.llm.formats import FORMATS, spec_of
-from sparsebit.llm.methods import METHODS, NEEDS_DATA, check_options
+from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, check_options
 from sparsebit.llm.report import Report
 from sparsebit.llm.sensitivity import sensitivities
 from sparsebit.llm.sources import InMemory, open_source
@@ -67,13 +67,18 @@ def quantize(
     layout = source.layout
     specs = {name: spec_of(bits, group_size, symmetric) for name in layout.names()}
     captured = None
-    if method in NEEDS_DATA or candidate_bits:
-        if batches is None:
-            raise CalibrationError(f"batches: {method} needs calibration data; 32 sequences are a good start")
+    if batches is None and (method in NEEDS_DATA or candidate_bits):
+        raise CalibrationError(f"batches: {method} needs calibration data; 32 sequences are a good start")
+    if batches is not None and (method not in IGNORES_DATA or candidate_bits):
         captured = capture(source.model, source.blocks, batches, source.block(0))
     job = Job(
         method, specs, options, FORMATS[format](), _scale_dtype(source.model), true_sequential, match_float
     )
+    if _reorders(job) and not job.format.reorders:
+        raise ConfigError(
+            f"static_groups: {format} has no groups in the order of the inputs' size; "
+            "leave static_groups=True, or use format='gptq'"
+        )
     run = {
         "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
         "candidate_bits": list(candidate_bits or []), "average_bits": average_bits, "options": options,
@@ -123,17 +128,18 @@ def _finish(source: InMemory, job: Job, store: Store) -> None:
     model, layout = source.model, source.layout
     inside = set(job.specs)
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
-    reordered = bool(
-        job.method == "gptq"
-        and job.options.get("act_order", True)
-        and not job.options.get("static_groups", True)
-        and any(spec.group for spec in job.specs.values())
-    )
     own: Any = getattr(model, "config", None)
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
-    config["quantization_config"] = job.format.describe(job.specs, ignored, reordered)
+    config["quantization_config"] = job.format.describe(job.specs, ignored, _reorders(job))
     config["sparsebit"] = {"blocks": layout.path}
     store.finish(len(layout), source.rest(), json.loads(json.dumps(config, default=str)), source.folder)
+
+
+def _reorders(job: Job) -> bool:
+    """Whether groups follow the order of the columns instead of being runs of inputs."""
+    takes = {"act_order": True, "static_groups": True, **job.options}
+    grouped = any(spec.group for spec in job.specs.values())
+    return job.method == "gptq" and takes["act_order"] and not takes["static_groups"] and grouped
 
 
 def _scale_dtype(model: nn.Module) -> torch.dtype:

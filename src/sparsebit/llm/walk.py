@@ -7,6 +7,7 @@ solved, with the same outputs, so a run that was killed ends in the same bytes.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from sparsebit.errors import SparsebitError
 from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Captured
 from sparsebit.llm.formats import Format
-from sparsebit.llm.methods import METHODS, NEEDS_DATA
+from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
@@ -53,13 +54,14 @@ def walk(source: InMemory, captured: Captured | None, job: Job, store: Store) ->
         if store.has(i):
             restore(block, prefix, store.read(i), job)
         else:
-            lanes = _Lanes(block, calls, hidden, float_block, float_hidden)
-            solved, about = _solve_block(lanes, prefix, job)
+            solved, about = _solve_block(_Lanes(block, calls, hidden, float_block, float_hidden), prefix, job)
             store.write(i, _tensors(block, prefix, solved, job.format), about)
         for b, call in enumerate(calls):
             hidden[b] = _checked(call.run(block, hidden[b]), prefix)
             if float_hidden is not None and float_block is not None:
                 float_hidden[b] = call.run(float_block, float_hidden[b])
+        del block, float_block
+        gc.collect()  # modules and the hooks on them are cycles: without this several blocks stay alive
         yield i
 
 
@@ -82,14 +84,14 @@ def _solve_block(
 ) -> tuple[dict[str, QuantizedWeight], dict[str, dict[str, Any]]]:
     """Stage after stage (layers that read one tensor); without true_sequential all layers are one stage."""
     linears = {n: m for n, m in linears_of(lanes.block).items() if prefix + n in job.specs}
-    needs_data = job.method in NEEDS_DATA and bool(lanes.calls)
+    measured = job.method not in IGNORES_DATA and bool(lanes.calls)
     groups = [list(linears)]
-    if needs_data:
+    if measured:
         groups = sharing(lanes.block, linears, lanes.calls[0], lanes.hidden[0])
     stages = [[group] for group in groups] if job.true_sequential else [groups]
     solved, about = {}, {}
     for stage in stages:
-        statistics = lanes.collect(stage) if needs_data else {}
+        statistics = lanes.collect(stage) if measured else {}
         for name in (name for group in stage for name in group):
             spec, seen = job.specs[prefix + name], statistics.get(name)
             solved[name], about[prefix + name] = solve(linears[name], seen, spec, job, prefix + name)

@@ -19,17 +19,21 @@ def check(
     config: options.Config = None,
     preset: options.Preset = None,
     changes: options.Changes = None,
+    trace: options.Trace = options.FrontEnd.fx,
     json: options.Json = False,
 ) -> int:
     """Say what traces, quantizes and prunes, what runs in integers, and the memory a calibration needs.
 
     Exit code 1 if nothing of the model would be quantized.
     """
-    import sparsebit
+    from sparsebit.cli.work import hint_at_export
+    from sparsebit.quantization import QuantModel
 
     settings = options.quant_config(config, preset, changes)
     net, batches = Inputs(model, weights, data, input_shape, samples=8).load()
-    report = sparsebit.preflight(net, batches[0], settings)
+    qmodel = QuantModel(net, settings, example=batches[0], trace=trace.value)
+    hint_at_export(qmodel, trace.value)
+    report = qmodel.preflight(batches[0])
     pruning = _pruning(net, batches[0])
     ok = bool(report.totals["quantized"])
     show({"ok": ok, **report.as_dict(), "pruning": pruning}, f"{report}\n\n{_text(pruning)}", json)

@@ -25,6 +25,7 @@ def quantize(
     config: options.Config = None,
     preset: options.Preset = None,
     changes: options.Changes = None,
+    trace: options.Trace = options.FrontEnd.fx,
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
     resume: options.Resume = False,
@@ -41,7 +42,7 @@ def quantize(
         raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
     settings = options.quant_config(config, preset, changes)
-    asked = {"config": settings.to_dict()}
+    asked = {"config": settings.to_dict(), "trace": trace.value}
     check_output(output, {"command": "quantize", "inputs": inputs.absolute(), "settings": asked}, resume)
     net, batches = inputs.load()
     with running(output, "quantize", inputs, asked, resume) as run:
@@ -49,7 +50,7 @@ def quantize(
             qmodel = work.load_quantized(run, net, batches)
         else:
             with run.step("quantize") as facts:
-                qmodel = work.quantize(run, net, batches, settings)
+                qmodel = work.quantize(run, net, batches, settings, trace.value)
                 layers = work.layers_of(qmodel, batches[0])
                 run.write("layers.json", layers)
                 facts.update(samples=sum(map(length, batches)), **_sizes(layers["totals"]))

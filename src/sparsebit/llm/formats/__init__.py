@@ -20,6 +20,7 @@ class Format:
 
     TYPE: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
+    reorders: ClassVar[bool] = False  # its readers know a g_idx
 
     def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
         """Suffix -> tensor."""

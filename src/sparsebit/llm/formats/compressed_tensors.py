@@ -1,7 +1,8 @@
 """compressed-tensors, `pack-quantized`: what vLLM and transformers (with that package) load.
 
 weight_packed int32 (outputs, words), weight_scale (outputs, groups), weight_shape, and for asymmetric grids
-weight_zero_point, packed along the outputs. Codes are stored with 2^(bits-1) added, so they are our unsigned codes.
+weight_zero_point, packed along the outputs. A weight_g_idx is read,
+but not written: readers dropped it. Codes are stored with 2^(bits-1) added, so they are our unsigned codes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, ExportError
 from sparsebit.llm.formats import FORMATS, Format, spec_of
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.spec import QuantSpec
@@ -33,7 +34,9 @@ class CompressedTensors(Format):
         if not q.symmetric:
             tensors["weight_zero_point"] = pack_words(q.zeros, q.bits, axis=0)
         if q.g_idx is not None:
-            tensors["weight_g_idx"] = q.g_idx.int()
+            raise ExportError(
+                "compressed-tensors: readers know no g_idx any more; use static_groups or format='gptq'"
+            )
         return tensors
 
     def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> QuantizedWeight:
@@ -60,7 +63,7 @@ class CompressedTensors(Format):
                     "strategy": "group" if spec.group else "channel",
                     "group_size": spec.group,
                     "dynamic": False,
-                    "actorder": "group" if reordered else None,
+                    "actorder": None,
                 },
                 "format": "pack-quantized",
             }

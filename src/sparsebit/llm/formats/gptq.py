@@ -22,6 +22,7 @@ from sparsebit.numeric.words import pack_words, unpack_words
 class Gptq(Format):
     TYPE = "gptq"
     suffixes: ClassVar = ("qweight", "qzeros", "scales", "g_idx")
+    reorders = True
 
     def __init__(self) -> None:
         self.version: int | None = None  # of a file that is read; ours follow from the grid
