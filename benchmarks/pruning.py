@@ -187,8 +187,10 @@ def main() -> None:
                 f"{right_after:.2f} %, after one epoch {tuned:.2f} %",
                 flush=True,
             )
-            if method != "torch-pruning" and not options.no_speed:
-                print(f"  {'':15s} {eight_bits(small, x, test)}; {speed(net, small)}", flush=True)
+            if method != "torch-pruning":
+                print(f"  {'':15s} {eight_bits(small, x, test)}", flush=True)
+            if not options.no_speed:
+                print(f"  {'':15s} {speed(net, small)}", flush=True)
 
 
 if __name__ == "__main__":

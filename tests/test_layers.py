@@ -43,6 +43,7 @@ LAYERS = {
     "utils": 3,
     "": 3.5,
     "cli": 4,
+    "report": 4,
 }
 NEVER = [
     ("numeric", "graph"),

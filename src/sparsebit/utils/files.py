@@ -14,6 +14,9 @@ def write_whole(path: str | Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
