@@ -20,9 +20,12 @@ import assets
 import sparsebit
 
 BATCH = 100
-FEATURES = 2.0  # weight of the distance inside the network
 EMA = 0.99  # of the running mean of the parameters
-LR = {2: 0.02, 3: 0.01, 4: 0.01}  # by bits of activations
+RECIPE = {  # bits -> learning rate, images per step, weight of the distance inside the network
+    2: (0.04, 100, 5.0),
+    3: (0.015, 60, 5.0),
+    4: (0.004, 50, 2.0),
+}
 ROWS = ["lsq W4A4", "lsq W3A3", "lsq W2A2", "lsq+ W4A4", "lsq+ W2A2", "pact W4A4", "pact W2A2", "dorefa W4A4"]
 QUANTIZERS = {  # name -> of weights, of activations
     "lsq": ("lsq", "lsq"),
@@ -51,11 +54,13 @@ def config(row: str) -> dict[str, object]:
     }
 
 
-def batches(x: Tensor, y: Tensor, epochs: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    x: Tensor, y: Tensor, epochs: int, size: int = BATCH, seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Shuffled, flipped, and shifted by up to four pixels."""
     g = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        for index in torch.randperm(len(x), generator=g).split(BATCH):
+        for index in torch.randperm(len(x), generator=g).split(size):
             images = x[index]
             flip = torch.rand(len(index), generator=g) < 0.5
             images[flip] = images[flip].flip(3)
@@ -82,7 +87,8 @@ def train(
     steps: int | None,
     lr: float,
 ) -> None:
-    total = steps or epochs * -(-len(x) // BATCH)
+    lr, size, inner = RECIPE[bits]
+    total = steps or epochs * -(-len(x) // size)
     groups = qmodel.qat_parameter_groups(lr, weight_decay=1e-4)
     optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -93,14 +99,12 @@ def train(
     learned = [p for p in qmodel.parameters() if p.requires_grad]
     mean = [p.detach().clone() for p in learned]
     qmodel.train()
-    for step, (images, _) in enumerate(batches(x, y, epochs)):
+    for step, (images, _) in enumerate(batches(x, y, epochs, size)):
         if step == total:
             break
         with torch.no_grad():
             wanted = teacher(images)
-        loss = (
-            sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0) + FEATURES * match.loss()
-        )
+        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0) + inner * match.loss()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -127,7 +131,7 @@ def main() -> None:
         start = time.process_time()
         qmodel = build(row, net, x)
         before = assets.top1(assets.logits(qmodel, test_x), test_y)
-        mean = train(qmodel, net, x, y, options.epochs, options.steps, LR[int(row[-1])])
+        mean = train(qmodel, net, x, y, options.epochs, options.steps, int(row[-1]))
         after = assets.top1(assets.logits(qmodel, test_x), test_y)
         with torch.no_grad():
             for p, average in zip((p for p in qmodel.parameters() if p.requires_grad), mean):

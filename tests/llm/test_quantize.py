@@ -94,6 +94,10 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     loaded = llm.load(tmp_path, other)
     assert loaded.head.weight is loaded.embed.weight
     assert torch.equal(loaded.embed.weight, model.embed.weight)
+    half = llm.load(tmp_path, other, dtype=torch.bfloat16)
+    assert half.head.weight is half.embed.weight and half.embed.weight.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"embed\.weight is \(80, 32\), in the checkpoint \(64, 32\)"):
+        llm.load(tmp_path, tiny(vocab=80))
 
 
 def test_biases_and_half_precision(tmp_path):
@@ -181,6 +185,13 @@ def test_quant_linear_keeps_its_state():
     layers[1].load_state_dict(layers[0].state_dict())
     assert torch.equal(layers[0].weight, layers[1].weight)
     assert "bits=3, group=8, asymmetric" in repr(layers[0])
+    a, b = (
+        llm.QuantLinear(rtn(torch.randn(16, 32), None, QuantSpec(4, True, 0, group=32))) for _ in range(2)
+    )
+    x = torch.randn(1, 32)
+    b(x)  # its kernel has packed the old codes
+    b.load_state_dict(a.state_dict())
+    torch.testing.assert_close(b(x), a(x), rtol=0, atol=0)
 
 
 # -- perplexity ------------------------------------------------------------------------------------------------

@@ -86,6 +86,18 @@ def test_a_folder_gives_the_same_bytes_as_the_model(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
 
 
+def test_bfloat16_stays_bfloat16(tmp_path):
+    model = build("Qwen2").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "float")
+    llm.quantize(tmp_path / "float", tokens(), save=tmp_path / "out", bits=8, group_size=32)
+    loaded = llm.load(tmp_path / "out")
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+    layer = loaded.model.layers[0].self_attn.q_proj
+    assert layer.scales.dtype == layer.bias.dtype == layer.weight.dtype == torch.bfloat16
+    out, expected = loaded(tokens()[0]).logits.float(), model(tokens()[0]).logits.float()
+    assert (out - expected).abs().max() < 0.1 * expected.abs().max()
+
+
 def test_a_folder_is_never_in_memory_as_a_whole(tmp_path):
     from sparsebit.llm.sources import OnDisk
 

@@ -224,6 +224,10 @@ def test_a_folder_never_mixes_two_runs(tmp_path):
         llm.quantize(tiny(), tokens(), save=tmp_path, group_size=16, bits=3)
     with pytest.raises(ConfigError, match=r"other inputs"):
         llm.quantize(tiny(), tokens(2), save=tmp_path, group_size=16)
+    other = tiny()
+    other.layers[2].down.weight.data *= 1.5
+    with pytest.raises(ConfigError, match=r"other weights"):
+        llm.quantize(other, tokens(), save=tmp_path, group_size=16)
     before = digest(tmp_path)
     llm.quantize(tiny(), tokens(), save=tmp_path, group_size=16)  # all is there: nothing changes
     assert digest(tmp_path) == before

@@ -98,6 +98,11 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], fir
     finally:
         for block in blocks:
             block.__dict__.pop("forward", None)
+    _check(found)
+    return found
+
+
+def _check(found: Captured) -> None:
     if not found.hidden:
         raise CalibrationError("no calibration data: `batches` is empty; 32 sequences are a good start")
     short = [i for i, calls in enumerate(found.calls) if len(calls) != len(found.hidden)]
@@ -106,7 +111,6 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], fir
             f"block {short[0]} ran {len(found.calls[short[0]])} times for {len(found.hidden)} batches; "
             "models that skip or repeat blocks cannot be walked"
         )
-    return found
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]) -> tuple[Call, Tensor]:

@@ -86,8 +86,12 @@ def _fill(model: nn.Module, files: dict[str, Path], names: set[str], dtype: torc
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor, old: Tensor) -> None:
-    if not old.is_meta and old.dtype == tensor.dtype:
-        old.data.copy_(tensor)  # in place: tied weights stay tied
+    if old.shape != tensor.shape:
+        raise ConfigError(
+            f"model: {name} is {tuple(old.shape)}, in the checkpoint {tuple(tensor.shape)}; pass the right model"
+        )
+    if not old.is_meta:
+        old.data = tensor.to(old.device)  # the parameter stays, so tied weights stay tied
         return
     owner = model.get_submodule(name.rpartition(".")[0])
     leaf = name.rpartition(".")[2]

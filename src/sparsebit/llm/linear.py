@@ -3,6 +3,8 @@ dequantized for the matrix product and dropped again."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -73,6 +75,10 @@ class QuantLinear(nn.Module):
             self._kernel = packed, torch.stack([scales, offset], 2).contiguous()
         packed, grid = self._kernel
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.group, grid.to(x.dtype))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._kernel = None  # made from other codes
 
     def extra_repr(self) -> str:
         kind = "symmetric" if self.symmetric else "asymmetric"

@@ -6,11 +6,12 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import tracked
@@ -62,39 +63,60 @@ def quantize(
     A run that was interrupted goes on when it is called again with the same arguments, and ends in the same bytes.
     """
     started = time.monotonic()
-    _check(method, bits, candidate_bits, average_bits, options)
-    source = open_source(model, blocks)
-    layout = source.layout
-    specs = {name: spec_of(bits, group_size, symmetric) for name in layout.names()}
-    captured = None
-    if batches is None and (method in NEEDS_DATA or candidate_bits):
-        raise CalibrationError(f"batches: {method} needs calibration data; 32 sequences are a good start")
-    if batches is not None and (method not in IGNORES_DATA or candidate_bits):
-        captured = capture(source.model, source.blocks, batches, source.block(0))
-    job = Job(
-        method, specs, options, FORMATS[format](), _scale_dtype(source.model), true_sequential, match_float
-    )
-    if _reorders(job) and not job.format.reorders:
-        raise ConfigError(
-            f"static_groups: {format} has no groups in the order of the inputs' size; "
-            "leave static_groups=True, or use format='gptq'"
-        )
-    run = {
+    asked = {
         "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
         "candidate_bits": list(candidate_bits or []), "average_bits": average_bits, "options": options,
-        "true_sequential": true_sequential, "match_float": match_float, "layout": str(layout),
-        "inputs": _digest(captured),
+        "true_sequential": true_sequential, "match_float": match_float,
     }  # fmt: skip
-    store = Store(save, run)
-    if candidate_bits and captured is not None and average_bits is not None:
+    _check(method, bits, candidate_bits, average_bits, options)
+    source = open_source(model, blocks)
+    specs = {name: spec_of(bits, group_size, symmetric) for name in source.layout.names()}
+    layout, dtype = FORMATS[format](), _scale_dtype(source.model)
+    job = Job(method, specs, options, layout, dtype, true_sequential, match_float)
+    captured = _capture(source, batches, job, bool(candidate_bits))
+    store = Store(save, {**asked, **_identity(source, captured)})
+    if candidate_bits and average_bits is not None and captured is not None:
         _choose_bits(source, captured, job, store, tuple(candidate_bits), average_bits)
-    steps = _Steps(walk(source, captured, job, store), len(layout))
-    for i in tracked(steps, progress, "quantizing blocks"):
-        log.info("block %d of %d is stored", i + 1, len(layout))
+    for i in tracked(_Steps(walk(source, captured, job, store), len(source.layout)), progress, "quantizing"):
+        log.info("block %d of %d is stored", i + 1, len(source.layout))
     _finish(source, job, store)
-    sizes = {layout.prefix(i) + n: m.weight.numel() for i, b in enumerate(source.blocks)
-             for n, m in linears_of(b).items()}  # fmt: skip
-    return Report(store.folder, layout, method, store.state["layers"], sizes, time.monotonic() - started)
+    return _report(source, job, store, time.monotonic() - started)
+
+
+def _capture(source: InMemory, batches: Any, job: Job, mixed: bool) -> Captured | None:
+    """What enters the blocks, where the method wants to know."""
+    if _reorders(job) and not job.format.reorders:
+        raise ConfigError(
+            f"static_groups: {job.format.TYPE} has no groups in the order of the inputs' size; "
+            "leave static_groups=True, or use format='gptq'"
+        )
+    if batches is None:
+        if job.method in NEEDS_DATA or mixed:
+            raise CalibrationError(
+                f"batches: {job.method} needs calibration data; 32 sequences are a good start"
+            )
+        return None
+    if job.method in IGNORES_DATA and not mixed:
+        return None
+    return capture(source.model, source.blocks, batches, source.block(0))
+
+
+def _identity(source: InMemory, captured: Captured | None) -> dict[str, str]:
+    """What must be the same for a run to be continued, beside its arguments."""
+    return {
+        "layout": str(source.layout),
+        "inputs": _digest(captured.hidden if captured else []),
+        "weights": _digest(source.first_rows()),
+    }
+
+
+def _report(source: InMemory, job: Job, store: Store, seconds: float) -> Report:
+    sizes = {
+        source.layout.prefix(i) + name: linear.weight.numel()
+        for i, block in enumerate(source.blocks)
+        for name, linear in linears_of(block).items()
+    }
+    return Report(store.folder, source.layout, job.method, store.state["layers"], sizes, seconds)
 
 
 def _check(
@@ -148,13 +170,11 @@ def _scale_dtype(model: nn.Module) -> torch.dtype:
     return torch.bfloat16 if torch.bfloat16 in kinds else torch.float16
 
 
-def _digest(captured: Captured | None) -> str:
-    """A name for the calibration data as the first block gets it."""
-    if captured is None:
-        return ""
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """A name for data, so that a run is not continued with other data."""
     found = hashlib.sha256()
-    for hidden in captured.hidden:
-        found.update(hidden.float().cpu().numpy().tobytes())
+    for tensor in tensors:
+        found.update(tensor.detach().float().cpu().numpy().tobytes())
     return found.hexdigest()[:16]
 
 

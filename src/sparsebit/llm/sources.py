@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.blocks import Layout, find_blocks
+from sparsebit.llm.blocks import Layout, find_blocks, linears_of
 
 
 class InMemory:
@@ -34,6 +34,12 @@ class InMemory:
 
     def block(self, index: int) -> nn.Module:
         return copy.deepcopy(self.blocks[index]).eval()
+
+    def first_rows(self) -> Iterator[Tensor]:
+        """The first row of every layer: enough to tell two models apart."""
+        for block in self.blocks:
+            for linear in linears_of(block).values():
+                yield linear.weight[:1].detach()
 
     def rest(self) -> dict[str, Tensor]:
         """What lies outside the blocks; of tied weights one."""
@@ -68,6 +74,15 @@ class OnDisk(InMemory):
         tensors = self._read([prefix + n for n in names])
         block.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items()}, assign=True)
         return block.eval().requires_grad_(False)
+
+    def first_rows(self) -> Iterator[Tensor]:
+        from safetensors import safe_open
+
+        names = [f"{name}.weight" for name in self.layout.names()]
+        self._complain([name for name in names if name not in self.files])
+        for name in names:
+            with safe_open(str(self.files[name]), framework="pt") as file:
+                yield file.get_slice(name)[:1]
 
     def _complain(self, missing: list[str]) -> None:
         if missing:

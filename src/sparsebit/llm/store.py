@@ -25,6 +25,7 @@ class Store:
     """The folder of one run."""
 
     def __init__(self, folder: str | Path, run: dict[str, Any]) -> None:
+        run = json.loads(json.dumps(run, default=str))  # as it will be read again
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / RUN
