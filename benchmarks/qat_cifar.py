@@ -85,8 +85,9 @@ def train(
     y: Tensor,
     epochs: int,
     steps: int | None,
-    lr: float,
-) -> None:
+    bits: int,
+) -> list[Tensor]:
+    """Trains, and returns the running mean of the parameters, which is a model of its own."""
     lr, size, inner = RECIPE[bits]
     total = steps or epochs * -(-len(x) // size)
     groups = qmodel.qat_parameter_groups(lr, weight_decay=1e-4)
@@ -104,7 +105,8 @@ def train(
             break
         with torch.no_grad():
             wanted = teacher(images)
-        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0) + inner * match.loss()
+        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0)
+        loss = loss + inner * match.loss()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
