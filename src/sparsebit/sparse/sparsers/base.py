@@ -71,6 +71,10 @@ class Sparser(nn.Module):
         """A learned factor on the parameter `name`, which broadcasts."""
         return None
 
+    def skips(self, layer: nn.Module) -> bool:
+        """Whether it has no way with the single weights of this layer: they all stay."""
+        return False
+
     def solve(
         self, layer: nn.Module, ratio: float, pattern: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor] | None:

@@ -36,11 +36,12 @@ class SparseGPTSparser(base.Sparser):
         if x is not None:
             self.hessian, self.rows = self.hessian + (x.T @ x).double(), self.rows + len(x)
 
+    def skips(self, layer: Any) -> bool:
+        return not self.rows
+
     def solve(
         self, layer: Any, ratio: float, pattern: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor] | None:
-        if not self.rows:
-            return None
         flat = layer.weight.detach()
         order = (0, *range(2, flat.dim()), 1)  # input channels last: they are what n:m counts along
         moved = flat.permute(order)
