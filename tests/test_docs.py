@@ -68,12 +68,13 @@ def name_of(page: Path) -> str:
 def own_registries() -> Iterator[None]:
     """Only what the package registers; what a page adds is gone afterwards."""
     from sparsebit.export.backends import BACKENDS
+    from sparsebit.llm.methods import METHODS
     from sparsebit.quantization.modules import QMODULE_MAP
     from sparsebit.quantization.observers import OBSERVERS_MAP
     from sparsebit.quantization.quantizers import QUANTIZERS_MAP
     from sparsebit.sparse.sparsers import SPARSERS_MAP
 
-    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS, SPARSERS_MAP)
+    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS, SPARSERS_MAP, METHODS)
     saved = [dict(registry._items) for registry in registries]
     for registry in registries:
         foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]

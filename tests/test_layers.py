@@ -38,6 +38,7 @@ LAYERS = {
     "quantization.quant_model": 3,
     "quantization": 3,
     "sparse": 3,
+    "llm": 3,
     "utils.device": 0.3,
     "utils.files": 0.3,
     "utils": 3,
@@ -50,6 +51,10 @@ NEVER = [
     ("graph", "numeric"),
     ("quantization", "sparse"),
     ("sparse", "quantization"),
+    ("llm", "quantization"),
+    ("llm", "sparse"),
+    ("quantization", "llm"),
+    ("sparse", "llm"),
     ("export", "quantization"),
     ("export", "sparse"),
 ]

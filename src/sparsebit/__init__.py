@@ -13,6 +13,7 @@ __all__ = [
     "QuantModel",
     "SparseModel",
     "__version__",
+    "llm",
     "preflight",
     "prune",
     "qat",
@@ -23,6 +24,7 @@ __all__ = [
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparsebit import llm
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.quant_config import QuantConfig
@@ -125,6 +127,10 @@ def __getattr__(name: str) -> Any:
         from sparsebit.sparse import SparseModel
 
         return SparseModel
+    if name == "llm":
+        import importlib
+
+        return importlib.import_module("sparsebit.llm")
     if name == "qat":
         from sparsebit.quantization import qat
 

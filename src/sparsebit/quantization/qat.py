@@ -180,14 +180,18 @@ class FeatureMatch:
     """
 
     def __init__(self, qmodel: QuantModel, teacher: nn.Module, layers: list[str] | None = None):
-        ours = {str(n.meta.get("path")): str(n.target) for n in qmodel.model.graph.nodes if n.op == "call_module"}
+        ours = {
+            str(n.meta.get("path")): str(n.target) for n in qmodel.model.graph.nodes if n.op == "call_module"
+        }
         theirs = dict(teacher.named_modules())
         if layers is None:
             weighted = (nn.Linear, nn.modules.conv._ConvNd)
             layers = [path for path in ours if isinstance(theirs.get(path), weighted)][1:]
         missing = [path for path in layers if path not in ours or path not in theirs]
         if missing or not layers:
-            what = f"{missing[0]!r} is not a layer of both models" if missing else "no layer is in both models"
+            what = (
+                f"{missing[0]!r} is not a layer of both models" if missing else "no layer is in both models"
+            )
             raise ConfigError(f"FeatureMatch: {what}; both have {sorted(set(ours) & set(theirs))[:5]}, ...")
         self._read: dict[tuple[str, str], Tensor] = {}
         self._handles = []
