@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.schedule import Schedule
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from sparsebit.sparse.sparse_config import parse_sconfig
-from sparsebit.sparse.sparse_model import SparseModel
-from sparsebit.sparse.zeros import keep_zeros
+
+if TYPE_CHECKING:
+    from sparsebit.sparse.plan import Plan
+    from sparsebit.sparse.schedule import Schedule
+    from sparsebit.sparse.sparse_model import SparseModel
+    from sparsebit.sparse.zeros import keep_zeros
 
 __all__ = ["Plan", "Schedule", "SparseModel", "keep_zeros", "parse_sconfig"]
+
+HOMES = {"Plan": "plan", "Schedule": "schedule", "SparseModel": "sparse_model", "keep_zeros": "zeros"}
+
+
+def __getattr__(name: str) -> Any:
+    """Reading a config needs no torch: what does is loaded when it is first used."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)
