@@ -18,6 +18,7 @@ from sparsebit.errors import SparsebitError
 from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.channels import Walk, tensor_at
 from sparsebit.sparse.literals import rewrite
+from sparsebit.sparse.modules import sparse_module
 from sparsebit.sparse.running import Call, Runner
 
 TOLERANCE = 1e-5  # of the largest value
@@ -71,7 +72,8 @@ class Cut:
                     tensor.mul_(kept.view(line))
         for path, labels in self.walk.normed.items():
             if not bool(self.keeps(labels).all()):
-                norm = MaskedNorm(gm.get_submodule(path), self.keeps(labels))
+                norm: Any = sparse_module(gm.get_submodule(path), None)
+                norm.kept.copy_(self.keeps(labels))
                 _set_module(gm, path, norm)
         return gm
 
@@ -117,26 +119,6 @@ class Cut:
         except AttributeError:
             return f"{self.walk.paths.get(owner, owner)}.{name}"
         return path
-
-
-class MaskedNorm(nn.Module):
-    """LayerNorm or RMSNorm over the channels that are kept; the others are zero."""
-
-    kept: Tensor
-
-    def __init__(self, norm: Any, kept: Tensor):
-        super().__init__()
-        self.norm = copy.deepcopy(norm)
-        self.register_buffer("kept", kept.nonzero().flatten())
-        for name in ("weight", "bias"):
-            value = getattr(norm, name, None)
-            if value is not None:
-                setattr(self.norm, name, nn.Parameter(value.detach()[self.kept], value.requires_grad))
-        self.norm.normalized_shape = (len(self.kept),)
-
-    def forward(self, input: Tensor) -> Tensor:
-        out = self.norm(input.index_select(-1, self.kept))
-        return torch.zeros_like(input).index_copy(-1, self.kept, out)
 
 
 class _Rewriter(Runner):

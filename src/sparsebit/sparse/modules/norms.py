@@ -27,8 +27,9 @@ class _OverKept(SparseOpr):
 
     def __init__(self, org_module: nn.Module, config: Any = None):
         super().__init__(org_module, config)
-        shape = self.normalized_shape[-1:]
-        self.register_buffer("kept", torch.ones(shape, dtype=torch.bool))
+        device = next((p.device for p in org_module.parameters()), None)
+        kept = torch.ones(self.normalized_shape[-1:], dtype=torch.bool, device=device)
+        self.register_buffer("kept", kept)
 
     def forward(self, input: Tensor) -> Tensor:
         if bool(self.kept.all()):

@@ -18,7 +18,6 @@ class HRankSparser(base.Sparser):
     STRATEGY = "hrank"
     KINDS = ("structured",)
     NEEDS = "batches"
-    COMPARABLE = False
 
     def __init__(self, config: Any, opr: Any = None):
         super().__init__(config, opr)
