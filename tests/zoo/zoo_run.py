@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.tools.costs import macs_quantized
+from sparsebit.quantization.tools.costs import measure
 
 LEAST_SHARE = 0.95  # of the MACs quantized
 
@@ -41,7 +41,8 @@ class Row:
     finite: bool
     db: float | None  # None: the quantized output has other shapes (a detector that found other boxes)
     plain_db: float | None  # of by_hand()
-    share: float
+    share: float  # of the MACs: both operands are rounded
+    recurrent: float  # beyond that: rounded weights, and the float state of an LSTM (its kernel has no place for more)
     islands: dict[str, str]  # path -> what stopped the trace
     seconds: float
 
@@ -66,7 +67,8 @@ def run_with(case: Case, trace: str) -> Row:
     out = forward(qmodel, batches[0])
     seconds = time.perf_counter() - start
     error = max(error, difference(expected, forward(model, batches[0])))  # the model itself is as it was
-    quantized, total = macs_quantized(qmodel, batches[0])
+    macs = measure(qmodel, batches[0])
+    total = sum(macs.macs.values())
     return Row(
         package=case.package,
         family=type(model).__module__.split(".")[2],
@@ -76,7 +78,8 @@ def run_with(case: Case, trace: str) -> Row:
         finite=all(x.isfinite().all().item() for x in floats(out)),
         db=sqnr(floats(expected), floats(out), floats(other)),
         plain_db=sqnr(floats(expected), floats(by_hand(model, batches)), floats(other)),
-        share=quantized / total,
+        share=sum(macs.quantized.values()) / total,
+        recurrent=macs.recurrent / total,
         islands={path: str(found) for path, found in qmodel.islands.items()},
         seconds=seconds,
     )

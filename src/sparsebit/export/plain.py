@@ -49,21 +49,21 @@ class PlainCertificate(Comparison):
     outputs: dict[str, OutputCheck] = field(default_factory=dict)
     start: str = ""  # of a file that differs: the first value that does
 
-    def add(self, names: Sequence[str], expected: list[Array], got: list[Array], moved: list[Array]) -> float:
+    def add(
+        self, names: Sequence[str], expected: list[Array], got: list[Array], moved: list[list[Array]]
+    ) -> float:
         """One batch; returns its largest error."""
         self.runtime.add(expected, got)
-        self.floor.add(expected, moved)
+        self.add_moved(expected, moved)
         if len(expected) != len(got):
             self.outputs[f"count ({len(got)}, the model has {len(expected)})"] = OutputCheck(math.inf)
             return math.inf
         worst = 0.0
-        for name, mine, theirs, other in zip(names, expected, got, moved):
+        for name, mine, theirs, *others in zip(names, expected, got, *moved):
             check = self.outputs.setdefault(name, OutputCheck())
             error = check_output([mine], [theirs])
-            check.error, check.floor = (
-                max(check.error, error),
-                max(check.floor, check_output([mine], [other])),
-            )
+            check.error = max(check.error, error)
+            check.floor = max(check.floor, *(check_output([mine], [other]) for other in others))
             worst = max(worst, error)
         return worst
 

@@ -69,7 +69,7 @@ class ExportReport:
             *c.rows(),
             ("as users run it", _end_to_end(c.runtime)),
             *((f"in {name}", _end_to_end(run)) for name, run in self.others.items()),
-            ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5)"),
+            ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),

@@ -107,7 +107,7 @@ def check_end_to_end(qmodel: Any, file: Path, calls: list[Call], certificate: Ce
     with quantized(qmodel):
         for expected, got, moved in answers(qmodel.model, runtime.session(file), calls, layers):
             certificate.runtime.add(expected, got)
-            certificate.floor.add(expected, moved)
+            certificate.add_moved(expected, moved)
 
 
 @contextmanager

@@ -156,3 +156,10 @@ def test_observers_that_keep_every_batch_are_named():
     finally:
         del OBSERVERS_MAP._items["keeper_of_costs"]
     assert measure(QuantModel(nn.Linear(8, 8), "w8a8"), torch.randn(100, 8)).cached == 0
+
+
+def test_the_state_of_an_lstm_is_counted_apart():
+    measured = measure(QuantModel(nn.LSTM(8, 6, batch_first=True), "w8a8"), torch.randn(2, 5, 8))
+    assert sum(measured.quantized.values()) == 2 * 5 * 4 * 6 * 8
+    assert measured.recurrent == 2 * 5 * 4 * 6 * 6
+    assert sum(measured.macs.values()) == 2 * 5 * 4 * 6 * (8 + 6)

@@ -15,7 +15,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from sparsebit.config import Config
 from sparsebit.errors import CalibrationError
-from sparsebit.numeric import QParams, QuantSpec, fake_quantize, minmax_from_qparams
+from sparsebit.numeric import QParams, QuantSpec, fake_quantize, minmax_from_qparams, with_whole_inverse
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
@@ -67,6 +67,7 @@ class Quantizer(nn.Module):
             config.quantizer.disable
         )  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
+        self.whole_inverse = False  # calibration sets a scale that is one over a whole number
         self.reuse: Reuse | None = None
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
         self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
@@ -136,6 +137,8 @@ class Quantizer(nn.Module):
 
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the values in place of the old ones, which may be buffers or learnable parameters."""
+        if self.whole_inverse and bool((scale > 0).all()):
+            scale = with_whole_inverse(scale)
         for name, value in (("scale", scale), ("zero_point", zero_point)):
             with torch.inference_mode(False):  # so that a later forward may need its gradient
                 value = value.detach().to(self.scale.device).reshape(-1).clone()
