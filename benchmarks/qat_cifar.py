@@ -20,10 +20,10 @@ import assets
 import sparsebit
 
 BATCH = 100
-EMA = 0.99  # of the running mean of the parameters
+EMA = 0.997  # of the running mean of the parameters
 RECIPE = {  # bits -> learning rate, images per step, weight of the distance inside the network
     2: (0.04, 100, 5.0),
-    3: (0.015, 60, 5.0),
+    3: (0.01, 50, 5.0),
     4: (0.004, 50, 2.0),
 }
 ROWS = ["lsq W4A4", "lsq W3A3", "lsq W2A2", "lsq+ W4A4", "lsq+ W2A2", "pact W4A4", "pact W2A2", "dorefa W4A4"]
@@ -57,15 +57,24 @@ def config(row: str) -> dict[str, object]:
 def batches(
     x: Tensor, y: Tensor, epochs: int, size: int = BATCH, seed: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Shuffled, flipped, and shifted by up to four pixels."""
-    g = torch.Generator().manual_seed(seed)
+    """Shuffled, flipped, and each image shifted by up to four pixels."""
+    g, side, channels = (
+        torch.Generator().manual_seed(seed),
+        torch.arange(x.shape[-1]),
+        torch.arange(x.shape[1]),
+    )
     for _ in range(epochs):
         for index in torch.randperm(len(x), generator=g).split(size):
             images = x[index]
             flip = torch.rand(len(index), generator=g) < 0.5
             images[flip] = images[flip].flip(3)
-            dx, dy = torch.randint(0, 9, (2,), generator=g).tolist()
-            yield F.pad(images, (4, 4, 4, 4))[:, :, dy : dy + 32, dx : dx + 32], y[index]
+            down, right = torch.randint(0, 9, (2, len(index)), generator=g)
+            rows, columns = (
+                (down[:, None] + side)[:, None, :, None],
+                (right[:, None] + side)[:, None, None, :],
+            )
+            which = torch.arange(len(index))[:, None, None, None]
+            yield F.pad(images, (4, 4, 4, 4))[which, channels[:, None, None], rows, columns], y[index]
 
 
 def build(row: str, net: nn.Module, x: Tensor) -> sparsebit.QuantModel:
@@ -138,6 +147,8 @@ def main() -> None:
         with torch.no_grad():
             for p, average in zip((p for p in qmodel.parameters() if p.requires_grad), mean):
                 p.copy_(average)
+        # the statistics of the batch norms belong to the weights before the average
+        torch.optim.swa_utils.update_bn(batches(x[:5000], y, 1), qmodel)
         averaged = assets.top1(assets.logits(qmodel, test_x), test_y)
         line = f"{row:12s} calibrated {before:.2f} %, trained {after:.2f} %, mean of the weights {averaged:.2f} %"
         if options.export:

@@ -28,6 +28,7 @@ PAGES = [
 TRANSLATED = {
     ROOT / "README_zh-CN.md": ROOT / "README.md",
     ROOT / "docs/zh/index.md": ROOT / "docs/index.md",
+    ROOT / "docs/zh/get-started.md": ROOT / "docs/get-started.md",
     ROOT / "docs/zh/concepts.md": ROOT / "docs/concepts.md",
 }
 ALL_MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -427,3 +427,31 @@ def test_errors_are_json_too(sparsebit, work):
     done = sparsebit("check", "no.py:build", "--input-shape", "1,3,8,8", "--json")
     assert done.code == 2
     assert json.loads(done.out) == {"ok": False, "error": "no.py: no such file"}
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+METRICS = {
+    "net.py:acuracy": ["net.py:acuracy: net.py has no 'acuracy'"],
+    "net.py:THREE": ["--metric net.py:THREE: is no function", "(model, batches)"],
+    "no.py:metric": ["no.py: no such file"],
+}
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_metrics(sparsebit, work, metric):
+    command = f"quantize net.py:build --data x.npy --no-export --metric {metric} -o run"
+    refused(sparsebit, work, command, *METRICS[metric])
+
+
+@pytest.mark.parametrize(
+    "body, words", {"return 'good'": "gave a str", "raise KeyError('y')": "failed at"}.items()
+)
+def test_a_metric_that_fails_leaves_the_quantized_model(sparsebit, work, body, words):
+    """It is called at the end: what is finished stays, and --resume goes on when the function is repaired."""
+    source = (work / "net.py").read_text()
+    (work / "net.py").write_text(f"{source}\n\ndef metric(model, batches):\n    {body}\n")
+    command = "quantize net.py:build --data x.npy --no-export --metric net.py:metric -o run"
+    done = sparsebit(command)
+    assert done.code == 2 and words in done.err and "--metric" in done.err and "Traceback" not in done.err
+    (work / "net.py").write_text(f"{source}\n\ndef metric(model, batches):\n    return 1.5\n")
+    assert sparsebit(f"{command} --resume").code == 0

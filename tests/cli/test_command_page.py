@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from llm_files import tiny_llama
 from safetensors.torch import save_file
 
 PAGE = Path(__file__).parents[2] / "docs/howto/command-line.md"
@@ -28,6 +30,25 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+def follow(sparsebit, lines: list[tuple[str, list[str]]]) -> None:
+    for command, shown in lines:
+        assert command.startswith("sparsebit ")
+        done = sparsebit(command.removeprefix("sparsebit "))
+        assert done.code == 0, (command, done.err)
+        missing = [line for line in shown if line not in (done.out + done.err).splitlines()]
+        assert not missing, (command, missing, done.out)
+
+
+def test_lines_about_language_models(sparsebit, tmp_path, monkeypatch):
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (pip install 'sparsebit[llm]')")
+    monkeypatch.chdir(tiny_llama(tmp_path))
+    (tmp_path / "model").rename("llama")
+    lines = [line for line in commands() if line[0].startswith("sparsebit llm ")]
+    assert len(lines) >= 4
+    follow(sparsebit, lines)
+
+
 @pytest.mark.slow
 def test_the_page_runs(sparsebit, tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
@@ -39,7 +60,7 @@ def test_the_page_runs(sparsebit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = demo.train
     monkeypatch.setattr(demo, "train", lambda net, x, y, epochs=1: train(net, x[:256], y[:256], 1))
-    (tmp_path / "net.py").write_text(blocks("python")[0])
+    (tmp_path / "net.py").write_text("\n\n".join(blocks("python")[:2]))
     save_file(load_model("net.py:build").state_dict(), "net.safetensors")
     torch.manual_seed(0)
     np.save("calibration.npy", torch.randn(24, 3, 16, 16).numpy())
@@ -47,12 +68,7 @@ def test_the_page_runs(sparsebit, tmp_path, monkeypatch):
     for i in range(16):
         pixels = np.random.default_rng(i).integers(0, 255, (20, 24, 3), dtype=np.uint8)
         image.fromarray(pixels).save(f"images/{i}.png")
-    for command, shown in commands():
-        assert command.startswith("sparsebit ")
-        done = sparsebit(command.removeprefix("sparsebit "))
-        assert done.code == 0, (command, done.err)
-        missing = [line for line in shown if line not in (done.out + done.err).splitlines()]
-        assert not missing, (command, missing, done.out)
+    follow(sparsebit, [line for line in commands() if not line[0].startswith("sparsebit llm ")])
     scope: dict[str, object] = {}
     for block in blocks("python"):
         exec(block, scope)

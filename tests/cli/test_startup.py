@@ -9,12 +9,15 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 COMMANDS = ["demo", "check", "quantize", "prune", "export", "verify", "profile", "report", "list", "config"]
+COMMANDS += ["llm"]
+PARTS = ["config init", "config check", "config schema", "llm quantize", "llm eval", "llm chat"]
 SRC = Path(__file__).parents[2] / "src"
 
 
@@ -33,7 +36,7 @@ def test_help_names_every_command():
     assert start().returncode in (0, 2)  # no command: the help
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "config init", "config check", "config schema"])
+@pytest.mark.parametrize("command", [*COMMANDS, *PARTS])
 def test_help_has_an_example(sparsebit, command):
     done = sparsebit(f"{command} --help")
     assert done.code == 0
@@ -68,7 +71,17 @@ def _cpu(words: list[str], env: dict[str, str]) -> float:
     return after.children_user - before.children_user + after.children_system - before.children_system
 
 
-@pytest.mark.parametrize("words", ["--help", "quantize --help", "report nowhere", "list presets"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "quantize --help",
+        "llm --help",
+        "llm quantize nowhere -o out",
+        "report nowhere",
+        "list presets",
+    ],
+)
 def test_light_commands_load_nothing_heavy(words):
     code = (
         "import sys\nfrom sparsebit.cli import main\n"
@@ -158,3 +171,128 @@ def test_interrupted_before_anything_is_written(work):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
     assert not (work / "run").exists()
+
+
+def in_a_terminal(words: list[str], cwd: Path) -> tuple[int, str, str]:
+    """Exit code, stdout, and what a terminal at stderr got."""
+    pty = pytest.importorskip("pty")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparsebit", *words], stdout=subprocess.PIPE, stderr=slave, cwd=cwd, text=True,
+        env={**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "120"},
+    )  # fmt: skip
+    os.close(slave)
+    shown = bytearray()
+
+    def collect() -> None:
+        while True:
+            try:
+                part = os.read(master, 4096)
+            except OSError:  # the other end is closed
+                return
+            if not part:
+                return
+            shown.extend(part)
+
+    reader = threading.Thread(target=collect)
+    reader.start()
+    out, _ = process.communicate(timeout=120)
+    reader.join(10)
+    os.close(master)
+    return process.returncode, out, shown.decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_bars_on_terminals_and_nowhere_else(work):
+    words = [
+        "prune",
+        "net.py:build",
+        "--data",
+        "x.npy",
+        "--macs",
+        "0.5",
+        "--no-export",
+        "--json",
+        "-o",
+        "run",
+    ]
+    code, out, shown = in_a_terminal(words, work)
+    assert code == 0 and json.loads(out)["ok"] is True, shown
+    assert "choosing and removing channels" in shown and "0/2" in shown and "loading the model" in shown
+    done = start(*words[:-1], "other", cwd=work)
+    assert done.returncode == 0 and not done.stderr and json.loads(done.stdout)["ok"] is True
+
+
+@pytest.mark.slow
+def test_calibration_counts_batches(work):
+    words = ["quantize", "net.py:build", "--data", "x.npy", "--batch-size", "4", "--no-export", "-o", "run"]
+    code, _, shown = in_a_terminal(words, work)
+    assert code == 0 and "calibrating" in shown and re.search(r"[0-3]/3", shown), shown
+
+
+def test_warnings_stay_whole_beside_a_bar(monkeypatch):
+    """A line of the library, said while a bar is shown, is a line of its own."""
+    import io
+
+    from sparsebit.cli.progress import status
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with status("working", [1, 2]) as batches:
+        assert not sys.stderr.isatty() and list(batches) == [1, 2] and len(batches) == 2
+        print("warning: [red] is no colour here", file=sys.stderr)
+    assert sys.stderr is terminal
+    assert "warning: [red] is no colour here\n" in terminal.getvalue()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_prune(work):
+    """SIGINT from outside while channels are chosen: the run stays, and the printed command ends it."""
+    with (work / "net.py").open("a") as file:
+        file.write(PAUSED)
+    words = [
+        "prune",
+        "net.py:build_and_pause",
+        "--data",
+        "x.npy",
+        "--ratio",
+        "0.5",
+        "--no-export",
+        "-o",
+        "run",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparsebit", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        cwd=work, text=True, env={**os.environ, "PYTHONPATH": str(SRC), "PAUSE": "1"},
+    )  # fmt: skip
+    for _ in range(600):
+        if (work / "paused").exists():
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    again = err.strip().splitlines()[-1].strip()
+    assert again == f"sparsebit {shlex.join(words)} --resume" and (work / "run/run.json").exists()
+    resumed = start(*shlex.split(again)[1:], "--json", cwd=work)
+    assert resumed.returncode == 0 and json.loads(resumed.stdout)["prune"]["params"], resumed.stderr
+
+
+PAUSED = """
+
+def build_and_pause():
+    import os, pathlib, time
+    import sparsebit.sparse.sparse_model as library
+
+    def calc_params(*args, **kwargs):
+        pathlib.Path("paused").touch()
+        time.sleep(60)
+
+    if os.environ.get("PAUSE"):
+        library.SparseModel.calc_params = calc_params
+    return build()
+"""

@@ -175,3 +175,124 @@ def test_peak_memory_of_four_times_the_layers(tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         peaks.append(int(done.stdout.split()[-1]))
     assert peaks[1] < 1.1 * peaks[0], peaks
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "smoothquant"},
+        {"method": "awq", "group_size": 32},
+        {"method": "hqq", "group_size": 32, "rotate": True},
+        {"method": "sparsegpt", "pattern": (2, 4)},
+    ],
+)
+def test_transformers_loads_the_other_methods(kind, options, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    pytest.importorskip("accelerate", reason="transformers needs accelerate to load quantized models")
+    model = build(kind)
+    model.save_pretrained(tmp_path / "float")
+    llm.quantize(tmp_path / "float", tokens(), save=tmp_path / "out", **options)
+    ours = llm.load(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    with torch.no_grad():
+        a, b, c = (m(tokens()[0]).logits for m in (ours, theirs, model))
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert 1e-3 < (a - c).abs().max() < 0.5 * c.abs().max()
+
+
+FEEDERS = {
+    "Llama": {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"},
+    "Gemma2": {"self_attn.q_proj": "input_layernorm", "mlp.up_proj": "pre_feedforward_layernorm"},
+    "Phi3": {"self_attn.o_proj": "self_attn.qkv_proj", "mlp.down_proj": "mlp.gate_up_proj"},
+    "GPTNeoX": {"attention.dense": "attention.query_key_value", "mlp.dense_4h_to_h": None},
+    "OPT": {"fc2": "fc1", "fc1": "final_layer_norm"},
+}
+
+
+@pytest.mark.parametrize("kind", FEEDERS)
+def test_scales_find_their_place(kind, tmp_path):
+    report = llm.quantize(build(kind), tokens(), save=tmp_path, method="awq", bits=8, group_size=32)
+    first = report.layout.prefix(0)
+    for name, place in FEEDERS[kind].items():
+        assert report.layers[first + name].get("scales_in") == (place and first + place)
+
+
+def trained(kind: str) -> torch.nn.Module:
+    """With gains that are not 1."""
+    model = build(kind)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            p.data.uniform_(0.5, 2.0)
+    return model
+
+
+def test_rotated_architectures(tmp_path):
+    for kind in ("Llama", "Qwen2", "Qwen3", "Mistral", "Phi3"):
+        model = trained(kind)
+        llm.quantize(model, tokens(), save=tmp_path / kind, bits=8, group_size=32, rotate=True)
+        with torch.no_grad():
+            a, b = llm.load(tmp_path / kind)(tokens()[0]).logits, model(tokens()[0]).logits
+        assert (a - b).abs().max() < 0.05 * b.abs().max()
+    for kind, why in {"Gemma2": "gives another output", "OPT": "LayerNorm", "GPTNeoX": "LayerNorm"}.items():
+        with pytest.raises(ConfigError, match=why):
+            llm.quantize(trained(kind), tokens(), save=tmp_path / kind, group_size=32, rotate=True)
+
+
+# -- weights that are in no Linear ---------------------------------------------------------------------------------
+UNUSUAL = {
+    "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+
+
+def unusual(kind: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **UNUSUAL[kind]})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.mul_(3)  # so that layers change what flows past them
+    return model
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "sparsegpt"])
+def test_weights_that_are_in_no_linear(kind, method, tmp_path):
+    model, batches = unusual(kind), tokens(4)
+    options = {"ratio": 0.3} if method == "sparsegpt" else {"group_size": 32}
+    report = llm.quantize(model, batches, save=tmp_path, method=method, **options)
+    if kind == "GPT2":
+        assert "8 Conv1D are stored as Linear" in str(report.layout) and len(report.layers) == 8
+    else:
+        assert "4 tensors of stacked experts" in str(report.layout)
+        first = report.layout.prefix(0)
+        names = [n for n in report.layers if n.startswith(first) and "experts" in n]
+        assert len(names) == 8  # gate_up and down of four experts
+        if method != "hqq":
+            assert all(
+                "error" in report.layers[n] or "no calibration token" in report.layers[n]["note"]
+                for n in names
+            )
+    assert not any("experts" in name or "c_attn" in name for name, _ in report.layout.kept)
+    loaded = llm.load(tmp_path)
+    with torch.no_grad():
+        ours, expected = loaded(batches[0]).logits, model(batches[0]).logits
+    share = float((ours - expected).square().mean() / expected.square().mean())
+    assert 0 < share < (0.3 if method == "sparsegpt" else 0.1)
+    out = loaded.generate(batches[0][:1, :8], max_new_tokens=4, do_sample=False)
+    assert out.shape == (1, 12)
+
+
+def test_experts_are_measured_on_their_own_tokens(tmp_path):
+    """8 bits of stacked experts are the float model; each expert's error is its own."""
+    model = unusual("Mixtral")
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    report = llm.quantize(model, tokens(4), save=tmp_path, bits=8, group_size=32)
+    with torch.no_grad():
+        ours, expected = llm.load(tmp_path)(tokens()[0]).logits, model(tokens()[0]).logits
+    assert (ours - expected).abs().max() < 0.02 * expected.abs().max()
+    errors = {a["error"] for n, a in report.layers.items() if "experts.gate_up_proj" in n and "error" in a}
+    assert len(errors) > 2
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -258,6 +258,20 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
         most.clear()
 
 
+@pytest.mark.parametrize("options", [{}, {"candidate_bits": (2, 4), "average_bits": 3.0}, {"method": "awq"}])
+def test_activations_on_disk_give_the_same_bytes(tmp_path, monkeypatch, options):
+    from sparsebit.llm.spill import Spilled
+
+    held = []
+    write = Spilled.__setitem__
+    monkeypatch.setattr(Spilled, "__setitem__", lambda self, i, v: (held.append(i), write(self, i, v))[1])
+    llm.quantize(tiny(), tokens(6), save=tmp_path / "a", group_size=16, **options)
+    assert not held
+    llm.quantize(tiny(), tokens(6), save=tmp_path / "b", group_size=16, spill=tmp_path / "spilled", **options)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert set(held) == set(range(6)) and not list((tmp_path / "spilled").iterdir())  # gone again
+
+
 # -- errors --------------------------------------------------------------------------------------------------
 def test_errors_say_what_to_do(tmp_path):
     with pytest.raises(CalibrationError, match="needs calibration data"):

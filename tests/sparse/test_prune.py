@@ -97,7 +97,38 @@ def test_round_to():
     make, data = channel_nets.ARCHITECTURES["plain"]
     small = sparsebit.prune(randomise(make()), data(), 0.4, round_to=4)
     kept = [m.out_channels for m in small.modules() if isinstance(m, torch.nn.Conv2d)]
-    assert kept == [8, 8, 12] and all(n % 4 == 0 for n in kept)
+    assert kept == [4, 8, 12]  # 5 of 8, 8 of 12 and 12 of 20 would stay: the nearest multiples
+
+
+class PaddedShortcut(torch.nn.Module):
+    """A stream of 16 channels becomes one of 32: eight zeros in front, eight behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(3, 16, 3, padding=1)
+        self.inner, self.outer = torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.Conv2d(32, 32, 3, padding=1)
+        self.head = torch.nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 8, 8)) + self.outer(self.inner(x).relu())
+        return self.head(x.relu().mean((2, 3)))
+
+
+def test_whole_blocks_of_channels_may_vanish_from_a_stream():
+    torch.manual_seed(0)
+    net, x = randomise(PaddedShortcut()).eval(), torch.randn(2, 3, 8, 8)
+    small = sparsebit.prune(net, x, 0.6, round_to=16)
+    shapes = [tuple(m.weight.shape[:2]) for m in small.modules() if hasattr(m, "weight")]
+    assert shapes == [
+        (16, 3),
+        (16, 16),
+        (16, 16),
+        (4, 16),
+    ]  # the padded channels are gone, the 16 of the stem are not
+    small(x).sum().backward()
+    finer = sparsebit.prune(net, x, 0.6)  # without rounding some of both stay
+    assert 0 < len(finer.head.weight[0]) - finer.stem.weight.shape[0] < 16
 
 
 def test_the_smallest_filters_go():

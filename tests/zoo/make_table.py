@@ -27,8 +27,8 @@ calibration on two batches and quantization. `tests/zoo/test_zoo.py` repeats it 
 differs by more than 1e-4 of its largest value, and a share of quantized MACs under 95 %.
 
 - **front-end**: `fx` is the default; `export` (`trace="export"`) where `fx` leaves more than 5 % of the MACs float.
-- **MACs quantized**: multiplications whose operands are both quantized, counted during one forward. Of an LSTM the input
-  and all weights are; its state goes round inside one kernel, in float: what that multiplies is added in brackets.
+- **MACs quantized**: multiplications whose operands are both quantized, counted during one forward. Of an LSTM the
+  input and all weights are; its state goes round inside one kernel, in float: what that multiplies is in brackets.
 - **islands**: parts that torch.fx cannot trace; they run as they are, with their layers quantized in place.
 - **SQNR** in dB; the signal is what changes in the output with another input. In brackets: plain min/max W8A8 of Linear
   and Conv by hand. These are untrained nets on a little noise: read it as "works", not as accuracy. A dash: outputs
@@ -70,9 +70,10 @@ def table(package: str, rows: list[Row]) -> str:
 
 def summary(rows: list[Row]) -> str:
     traces = Counter(row.trace for row in rows)
+    least = min(row.share + row.recurrent for row in rows)
     return (
         f"{len(rows)} models: {traces['fx']} through `fx` ({sum(bool(row.islands) for row in rows)} with islands), "
-        f"{traces['export']} through `export`. Least share of MACs {min(row.share + row.recurrent for row in rows) * 100:.1f} %, "
+        f"{traces['export']} through `export`. Least share of MACs {least * 100:.1f} %, "
         f"largest float difference {max(row.error for row in rows):.0e}. Median time to build, calibrate and quantize "
         f"on one core: {median(row.seconds for row in rows):.1f} s."
     )

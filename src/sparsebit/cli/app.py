@@ -80,11 +80,18 @@ def _command(argv: list[str]) -> str:
     return f"{argv[0]} " if argv and not argv[0].startswith("-") else ""
 
 
+class _ToStderr(logging.Handler):
+    """Whatever stderr is when something is said: a status line puts another stream there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 def _warn_in_one_line() -> None:
     """Warnings of the library on stderr; those of torch and its exporter only in the log of a run."""
     log = logging.getLogger("sparsebit")
     if not any(getattr(handler, "of_command", False) for handler in log.handlers):
-        handler = logging.StreamHandler()
+        handler = _ToStderr()
         handler.setLevel(logging.WARNING)
         handler.setFormatter(logging.Formatter("warning: %(message)s"))
         handler.of_command = True  # type: ignore[attr-defined]

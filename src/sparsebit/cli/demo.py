@@ -181,7 +181,8 @@ def run(quiet: bool = False) -> dict[str, Any]:
         train(net, x, y)
     batches = list(x[:512].split(64))
     lines = [Line("float32", "", accuracy(net, x_test, y_test), float_bytes(net))]
-    lines += quantized_lines(net, batches, (x_test, y_test))
+    with console.status("quantizing it with every observer ..."):
+        lines += quantized_lines(net, batches, (x_test, y_test))
     with console.status("pruning to half the multiplications, and training on for 5 epochs ..."):
         small = pruned(net, x, y, batches)
     qmodel = sparsebit.quantize(small, batches, progress=False)

@@ -9,6 +9,7 @@ from typing import Any
 from sparsebit.cli import data as data_forms
 from sparsebit.cli import models
 from sparsebit.cli.output import InputError, one_line
+from sparsebit.cli.progress import status
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,18 @@ class Inputs:
         for name in ("batch_size", "samples"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(self, name)}")
-        model = models.load_model(self.model, self.weights)
-        if self.data is not None:
-            batches = data_forms.load_batches(
-                self.data, model, shape, self.batch_size, self.samples, self.model
-            )
-        elif shape is not None:
-            batches = [data_forms.random_batch(shape)]
-        else:
-            raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
-        _check_runs(self, model, batches[0])
+        with status("loading the model and the data"):
+            model = models.load_model(self.model, self.weights)
+            batches = self._batches(model, shape)
+            _check_runs(self, model, batches[0])
         return model, batches
+
+    def _batches(self, model: Any, shape: tuple[int, ...] | None) -> list[Any]:
+        if self.data is not None:
+            return data_forms.load_batches(self.data, model, shape, self.batch_size, self.samples, self.model)
+        if shape is not None:
+            return [data_forms.random_batch(shape)]
+        raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
 
     def absolute(self) -> dict[str, Any]:
         """For run.json: valid from any folder."""

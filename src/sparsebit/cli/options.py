@@ -68,6 +68,13 @@ Trace = Annotated[
     FrontEnd,
     typer.Option(help="export: torch.export, where torch.fx cannot trace the model (see: sparsebit check)"),
 ]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.py:FUNCTION",
+        help="function(model, batches) -> number, for the report; labels in the data give top-1 without it",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

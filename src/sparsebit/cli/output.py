@@ -6,8 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsebit.errors import SparsebitError
@@ -40,18 +39,6 @@ def show_error(text: str) -> None:
 def say(text: str) -> None:
     """A remark for the person at the keyboard; never in the way of --json."""
     print(text, file=sys.stderr)
-
-
-@contextmanager
-def status(text: str) -> Iterator[None]:
-    """A sign of life on terminals, for work that has no progress bar of its own."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
-        yield
 
 
 def plain(value: Any) -> Any:

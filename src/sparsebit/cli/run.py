@@ -65,9 +65,9 @@ class Run:
         yield facts
         self.finish(name, time.perf_counter() - start, **facts)
 
-    def write(self, name: str, value: Any) -> None:
+    def write(self, name: str, value: Any, indent: int | None = 1) -> None:
         """A JSON file of the run, whole or not at all."""
-        write_whole(self.folder / name, (json.dumps(plain(value), indent=1) + "\n").encode())
+        write_whole(self.folder / name, (json.dumps(plain(value), indent=indent) + "\n").encode())
 
     def save(self) -> None:
         self.write(ABOUT, self.about)
@@ -94,7 +94,7 @@ def running(
             yield run
     except KeyboardInterrupt:
         done = ", ".join(run.about["steps"]) or "nothing yet"
-        say(f"\ninterrupted; finished: {done}. Go on with:\n  {_again()}")
+        say(f"\ninterrupted; finished: {done}. Go on with:\n  {again()}")
         raise
     except (SparsebitError, OSError):
         if fresh and not run.about["steps"]:
@@ -121,7 +121,8 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     for key, value in asked.items():
         was = about[key]
         if was != value:
-            names = [k for k in value if was.get(k) != value[k]] if isinstance(value, dict) else [key]
+            both = {**was, **value} if isinstance(value, dict) else {}
+            names = [k for k in both if was.get(k) != value.get(k)] or [key]
             raise InputError(
                 f"--resume: {folder} was started with another {names[0]}; repeat the same command, or name a new "
                 f"--output"
@@ -129,7 +130,8 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     return False
 
 
-def _again() -> str:
+def again() -> str:
+    """The same command line, to go on with a run."""
     words = [w for w in sys.argv[1:] if w != "--resume"]
     return f"sparsebit {shlex.join(words)} --resume"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs import example_of
-from sparsebit.cli.output import InputError, one_line, say, show_error, status
+from sparsebit.cli.output import InputError, one_line, say, show_error
+from sparsebit.cli.progress import status
 from sparsebit.cli.run import Run
 from sparsebit.errors import ExportError, SparsebitError
 
@@ -22,12 +23,14 @@ def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) 
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.tools.reconstruction import needs_reconstruction
 
-    qmodel = QuantModel(model, config, example=batches[0], trace=trace)
+    with status("tracing"):
+        qmodel = QuantModel(model, config, example=batches[0], trace=trace)
     hint_at_export(qmodel, trace)
     if needs_reconstruction(qmodel.model):
-        qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")
+        qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")  # with a bar of its own
     else:
-        qmodel.calibrate(batches)
+        with status("calibrating", batches) as shown:
+            qmodel.calibrate(shown)
     qmodel.set_quant(w_quant=True, a_quant=True)
     qmodel.save(run.folder)
     return qmodel
@@ -51,6 +54,18 @@ def load_quantized(run: Run, model: Any, batches: list[Any]) -> Any:
         if isinstance(error, SparsebitError):
             raise
         raise InputError(f"{run.folder}: does not fit {run.inputs.model}: {one_line(error)}") from None
+
+
+def describe(run: Run, qmodel: Any, example: Any) -> dict[str, Any]:
+    """What the report reads: every op, histograms of what is rounded, the graph."""
+    from sparsebit.cli.measure import graph_of, histograms_of
+
+    with status("looking at every layer"):
+        layers, histograms = layers_of(qmodel, example), histograms_of(qmodel, example)
+    run.write("layers.json", layers)
+    run.write("histograms.json", histograms, indent=None)
+    run.write("graph.json", graph_of(qmodel), indent=None)
+    return layers
 
 
 def layers_of(qmodel: Any, example: Any) -> dict[str, Any]:
@@ -95,13 +110,14 @@ def load_pruned(run: Run, model: Any, batches: list[Any]) -> Any:
 
 
 def finished(run: Run) -> Any:
-    """The model of a run, and its batches."""
+    """The model of a run, its batches, and the model that it was made from."""
     step = run.command
     if not run.done(step):
         raise InputError(f"{run.folder}: its {step} is not finished; repeat its command with --resume")
     model, batches = run.inputs.load()
     load = load_quantized if run.command == "quantize" else load_pruned
-    return load(run, model, batches), batches
+    with status("loading the run"):
+        return load(run, model, batches), batches, model
 
 
 # -- ONNX ------------------------------------------------------------------------------------------------
@@ -126,7 +142,7 @@ def write_onnx(
     axes = None if fixed_batch else batch_axes(model, example)
     more = [example_of(model, batch) for batch in batches[1:COMPARED]]
     try:
-        with status("writing the ONNX file, running it, comparing ..."):
+        with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):
                 return model.export_onnx(example, str(path), dynamic_axes=axes, backend=backend, batches=more)
             return export_module(model, example, path, dynamic_axes=axes, batches=more)

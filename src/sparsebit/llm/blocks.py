@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.experts import is_conv1d, layer_sizes, stacks_of
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Layout:
     linears: tuple[tuple[str, ...], ...]  # names inside each block
     weights: int  # in those layers
     kept: tuple[tuple[str, int], ...]  # matrices that stay float: name, number of weights
+    other: str = ""  # layers that are no Linear: what is done with them
 
     def __len__(self) -> int:
         return len(self.linears)
@@ -39,6 +41,7 @@ class Layout:
         for names in dict.fromkeys(self.linears):
             same = [i for i, other in enumerate(self.linears) if other == names]
             lines.append(f"  block {_ranges(same)}: {', '.join(names)}")
+        lines += [f"  {self.other}"] if self.other else []
         return "\n".join(lines + [f"  float: {name} ({size:,})" for name, size in self.kept])
 
 
@@ -62,21 +65,32 @@ def find_blocks(model: nn.Module, path: str | None = None) -> Layout:
         raise ConfigError(
             f"blocks: {path!r} is no ModuleList of this model; there are: {', '.join(lists) or 'none'}"
         )
-    linears = tuple(tuple(linears_of(block)) for block in lists[path])
-    inside = {f"{path}.{i}.{name}.weight" for i, names in enumerate(linears) for name in names}
+    sizes_of = [layer_sizes(block) for block in lists[path]]
+    inside = {f"{path}.{i}.{name}.weight" for i, names in enumerate(sizes_of) for name in names}
+    inside |= {
+        name.removesuffix(".weight").rpartition(".")[0] for name in inside
+    }  # stacks, by their own names
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
-    weights = sum(matrices[name].numel() for name in inside if name in matrices)
     kept = tuple((name, p.numel()) for name, p in matrices.items() if name not in inside)
-    return Layout(path, linears, weights, kept)
+    weights = sum(sum(names.values()) for names in sizes_of)
+    return Layout(path, tuple(tuple(names) for names in sizes_of), weights, kept, _others(lists[path]))
+
+
+def _others(blocks: nn.Module) -> str:
+    """A line about layers that are no Linear."""
+    turned = sum(is_conv1d(m) for m in blocks.modules())
+    stacks = sum(len(list(stacks_of(m))) for m in blocks.modules())
+    found = [f"{turned} Conv1D"] * bool(turned) + [f"{stacks} tensors of stacked experts"] * bool(stacks)
+    return f"{' and '.join(found)} are stored as Linear layers: llm.load reads them" if found else ""
 
 
 def linears_of(block: nn.Module) -> dict[str, nn.Linear]:
-    """The layers of a block that are quantized."""
+    """The layers that are quantized, of a block that is unfolded."""
     return {name: module for name, module in block.named_modules() if type(module) is nn.Linear}
 
 
 def _weights(block: nn.Module) -> int:
-    return sum(module.weight.numel() for module in linears_of(block).values())
+    return sum(layer_sizes(block).values())
 
 
 def _ranges(numbers: list[int]) -> str:

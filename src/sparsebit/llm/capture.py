@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device
+from sparsebit.llm.spill import Spilled
 
 HIDDEN = ("hidden_states", "x", "hidden", "input")
 
@@ -32,6 +34,14 @@ class Call:
 
     def run(self, block: nn.Module, hidden: Tensor) -> Tensor:
         return first_tensor(self.output(block, hidden))
+
+    def cast(self, dtype: torch.dtype) -> Call:
+        """With all float tensors in `dtype`."""
+
+        def change(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return Call(pytree.tree_map(change, self.args), pytree.tree_map(change, self.kwargs), self.hole)
 
     def output(self, block: nn.Module, hidden: Tensor) -> Any:
         args, kwargs = list(self.args), dict(self.kwargs)
@@ -53,8 +63,8 @@ class _Enough(Exception):
 class Captured:
     """hidden[batch] enters the first block; calls[block][batch] are the other arguments."""
 
-    def __init__(self, blocks: int) -> None:
-        self.hidden: list[Tensor] = []
+    def __init__(self, blocks: int, spill: Path | None = None) -> None:
+        self.hidden: Any = [] if spill is None else Spilled(spill)  # a list of tensors, or one on disk
         self.calls: list[list[Call]] = [[] for _ in range(blocks)]
 
     def __len__(self) -> int:
@@ -62,9 +72,18 @@ class Captured:
 
 
 @torch.no_grad()
-def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], first: nn.Module) -> Captured:
-    """Runs what lies before and between the blocks; `first` is a copy of the first block, to see what blocks return."""
-    found = Captured(len(blocks))
+def capture(
+    model: nn.Module,
+    blocks: nn.ModuleList,
+    batches: Iterable[Any],
+    first: nn.Module,
+    spill: Path | None = None,
+) -> Captured:
+    """Runs what lies before and between the blocks; `first` is a copy of the first block, to see what blocks return.
+
+    spill   a folder for the hidden states.
+    """
+    found = Captured(len(blocks), spill)
     signature = signature_of(model)
     extra = {"use_cache": False} if "use_cache" in signature.parameters else {}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -74,10 +93,10 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], fir
         parameters = list(inspect.signature(blocks[index].forward).parameters)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call, hidden = _call(args, kwargs, parameters)
+            call, hidden = call_of(args, kwargs, parameters)
             if index == 0:
                 if not wrap:
-                    wrap.append(_wrapper(call.output(first, hidden)))
+                    wrap.append(wrapper(call.output(first, hidden)))
                 found.hidden.append(hidden.clone())
             found.calls[index].append(call)
             if index == len(blocks) - 1:
@@ -103,7 +122,7 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batches: Iterable[Any], fir
 
 
 def _check(found: Captured) -> None:
-    if not found.hidden:
+    if not len(found.hidden):
         raise CalibrationError("no calibration data: `batches` is empty; 32 sequences are a good start")
     short = [i for i, calls in enumerate(found.calls) if len(calls) != len(found.hidden)]
     if short:
@@ -113,7 +132,7 @@ def _check(found: Captured) -> None:
         )
 
 
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]) -> tuple[Call, Tensor]:
+def call_of(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]) -> tuple[Call, Tensor]:
     hole: int | str | None = next((i for i, a in enumerate(args) if isinstance(a, Tensor)), None)
     if hole is None:
         names = [*parameters[:1], *HIDDEN]
@@ -127,7 +146,7 @@ def _call(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]) 
     return Call(args, {k: v for k, v in kwargs.items() if k != hole}, hole), hidden
 
 
-def _wrapper(output: Any) -> Callable[[Tensor], Any]:
+def wrapper(output: Any) -> Callable[[Tensor], Any]:
     """Puts a hidden state where the block's own output had it."""
     if isinstance(output, Tensor):
         return lambda hidden: hidden

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.experts import unfold
 from sparsebit.llm.formats import Format, format_of
-from sparsebit.llm.linear import QuantLinear
 from sparsebit.llm.sources import read_tensors, tensor_files, tie_weights, weightless
 from sparsebit.numeric.spec import QuantSpec
 
@@ -31,12 +31,19 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
         )
     config = json.loads(path.read_text())
     settings = config.get("quantization_config")
-    if not settings:
+    dense = config.get("sparsebit", {}).get("format") == "dense"
+    if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
     model = copy.deepcopy(model) if model is not None else _skeleton(folder, config)
-    files, layout = tensor_files(folder), format_of(settings)
+    files = tensor_files(folder)
+    if dense:
+        _fill(model, files, set(files), dtype)
+        return model.eval()
+    layout = format_of(settings)
     leaf = layout.suffixes[0]
     names = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
+    if config.get("sparsebit", {}).get("unfolded"):
+        unfold(model.get_submodule(config["sparsebit"]["blocks"]))
     for name, spec in layout.specs(settings, names).items():
         _swap(model, name, files, layout, spec, dtype)
     packed = tuple(f"{name}.{suffix}" for name in names for suffix in layout.suffixes)
@@ -64,11 +71,12 @@ def _swap(
     tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_tensors(files, keys)}
     bias = tensors.pop("bias", None)
     kind = dtype or (bias.dtype if bias is not None else old.weight.dtype)
-    setattr(owner, leaf, QuantLinear(layout.decode(tensors, spec), bias, kind))
+    setattr(owner, leaf, layout.layer(layout.decode(tensors, spec), bias, kind))
 
 
 def _fill(model: nn.Module, files: dict[str, Path], names: set[str], dtype: torch.dtype | None) -> None:
     """Everything that is not packed; parameters without memory get the stored tensor itself."""
+    _untie(model, names)
     state = model.state_dict(keep_vars=True)
     unknown = sorted(names - set(state))
     if unknown:
@@ -83,6 +91,19 @@ def _fill(model: nn.Module, files: dict[str, Path], names: set[str], dtype: torc
         raise ConfigError(
             f"{len(empty)} tensors of the model are not in the checkpoint, the first is {empty[0]!r}"
         )
+
+
+def _untie(model: nn.Module, names: set[str]) -> None:
+    """Weights that are one in the model, but two in the files (rotated ones), become two."""
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen and name in names:
+            leaf = name.rpartition(".")[2]
+            model.get_submodule(name.rpartition(".")[0])._parameters[leaf] = nn.Parameter(
+                parameter.detach().clone(), parameter.requires_grad
+            )
+        elif name in names:
+            seen.add(id(parameter))
 
 
 def _assign(model: nn.Module, name: str, tensor: Tensor, old: Tensor) -> None:

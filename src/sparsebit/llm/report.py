@@ -30,6 +30,11 @@ class Report:
         """With scales and zeros."""
         return self._mean("stored_bits")
 
+    @property
+    def sparsity(self) -> float | None:
+        """The share of zeros that pruning made; None where weights were quantized."""
+        return self._mean("sparsity") if any("sparsity" in a for a in self.layers.values()) else None
+
     def worst(self, n: int = 5) -> list[str]:
         """The layers whose output changed most."""
         known = [name for name, about in self.layers.items() if "error" in about]
@@ -39,13 +44,16 @@ class Report:
         return sum(self.sizes[n] * a[key] for n, a in self.layers.items()) / sum(self.sizes.values())
 
     def __str__(self) -> str:
+        how = f"at {self.average_bits:.2f} bits ({self.stored_bits:.2f} with scales)"
+        if self.sparsity is not None:
+            how = f"with {self.sparsity:.1%} zeros"
         lines = [
-            f"{self.method}: {len(self.layers)} layers at {self.average_bits:.2f} bits "
-            f"({self.stored_bits:.2f} with scales) in {self.folder}, {self.seconds:.0f} s",
+            f"{self.method}: {len(self.layers)} layers {how} in {self.folder}, {self.seconds:.0f} s",
             str(self.layout),
         ]
         for name in self.worst():
             about = self.layers[name]
-            lines.append(f"  {about['error']:.2%} of the output changed at {about['bits']} bits: {name}")
+            kind = f"at {about['bits']} bits" if self.sparsity is None else "by zeros"
+            lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
         return "\n".join(lines)

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.feeding import tracked
+from sparsebit.graph.feeding import as_iterable, tracked
 from sparsebit.llm.allocate import allocate
-from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Captured, capture
+from sparsebit.llm.experts import layer_sizes
 from sparsebit.llm.formats import FORMATS, spec_of
-from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, check_options
+from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
 from sparsebit.llm.report import Report
+from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
 from sparsebit.llm.sources import InMemory, open_source
+from sparsebit.llm.spill import spilling
 from sparsebit.llm.store import Store
 from sparsebit.llm.walk import Job, walk
 from sparsebit.numeric.quantized_weight import WIDTHS
@@ -36,15 +38,17 @@ def quantize(
     *,
     save: str | Path,
     method: str = "gptq",
-    bits: int = 4,
-    group_size: int = 128,
+    bits: int | None = None,
+    group_size: int | None = None,
     symmetric: bool = True,
-    format: str = "compressed-tensors",
+    format: str | None = None,
     candidate_bits: tuple[int, ...] | None = None,
     average_bits: float | None = None,
     true_sequential: bool = True,
     match_float: bool = True,
+    rotate: bool = False,
     blocks: str | None = None,
+    spill: str | Path | bool = False,
     progress: bool | None = None,
     **options: Any,
 ) -> Report:
@@ -52,38 +56,58 @@ def quantize(
 
     model       an nn.Module, or a folder with config.json and safetensors, which is read block by block.
     batches     token tensors (sequences, length), tuples, or dicts of arguments; "rtn" needs none.
-    method      "gptq" or "rtn"; what else it takes (clip, act_order, damping, refine, ...) goes into `options`.
+    method      "gptq", "awq", "hqq", "rtn"; "smoothquant" (8-bit activations too); "sparsegpt" and "wanda" prune.
+                What else it takes (clip, act_order, damping, refine, ratio, pattern, ...) goes into `options`.
+    bits        of the codes; 4 where nothing is said, as with 128 for group_size.
     group_size  inputs that share a scale; -1: whole rows.
-    format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers).
+    format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers); "int-quantized"
+                for 8-bit activations, "dense" for pruned weights. None: what fits the method.
     candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
     true_sequential  within a block, a layer sees what the quantized layers before it give.
     match_float      aim at the float model's outputs, not at the float layer's outputs on quantized inputs.
+    rotate           turn the residual stream first, so that outliers are spread; the float outputs stay.
     blocks      the path of the ModuleList of decoder blocks, where the largest is not it.
+    spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
 
     A run that was interrupted goes on when it is called again with the same arguments, and ends in the same bytes.
     """
     started = time.monotonic()
+    METHODS[method]
+    bits, group_size, format = _defaults(method, bits, group_size, format, candidate_bits)
     asked = {
         "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
         "candidate_bits": list(candidate_bits or []), "average_bits": average_bits, "options": options,
         "true_sequential": true_sequential, "match_float": match_float,
     }  # fmt: skip
+    asked |= {"rotate": True} if rotate else {}
     _check(method, bits, candidate_bits, average_bits, options)
     source = open_source(model, blocks)
+    if rotate:
+        batches = list(as_iterable(batches if batches is not None else []))
+        source = Rotated(source)
     specs = {name: spec_of(bits, group_size, symmetric) for name in source.layout.names()}
     layout, dtype = FORMATS[format](), _scale_dtype(source.model)
     job = Job(method, specs, options, layout, dtype, true_sequential, match_float)
-    captured = _capture(source, batches, job, bool(candidate_bits))
-    store = Store(save, {**asked, **_identity(source, captured)})
-    if candidate_bits and average_bits is not None and captured is not None:
-        _choose_bits(source, captured, job, store, tuple(candidate_bits), average_bits)
-    for i in tracked(_Steps(walk(source, captured, job, store), len(source.layout)), progress, "quantizing"):
-        log.info("block %d of %d is stored", i + 1, len(source.layout))
+    with spilling(spill) as folder:
+        store = _work(source, batches, job, (save, asked, folder, progress))
     _finish(source, job, store)
     return _report(source, job, store, time.monotonic() - started)
 
 
-def _capture(source: InMemory, batches: Any, job: Job, mixed: bool) -> Captured | None:
+def _work(source: InMemory, batches: Any, job: Job, about: tuple[Any, ...]) -> Store:
+    """Measures, chooses widths where that is asked for, and walks through the blocks."""
+    save, asked, spill, progress = about
+    captured = _capture(source, batches, job, bool(asked["candidate_bits"]), spill)
+    store = Store(save, {**asked, **_identity(source, captured)})
+    if asked["candidate_bits"] and captured is not None:
+        _choose_bits(source, captured, job, store, tuple(asked["candidate_bits"]), asked["average_bits"])
+    steps = _Steps(walk(source, captured, job, store), len(source.layout))
+    for i in tracked(steps, progress, "quantizing"):
+        log.info("block %d of %d is stored", i + 1, len(source.layout))
+    return store
+
+
+def _capture(source: InMemory, batches: Any, job: Job, mixed: bool, spill: Path | None) -> Captured | None:
     """What enters the blocks, where the method wants to know."""
     if _reorders(job) and not job.format.reorders:
         raise ConfigError(
@@ -96,9 +120,13 @@ def _capture(source: InMemory, batches: Any, job: Job, mixed: bool) -> Captured 
                 f"batches: {job.method} needs calibration data; 32 sequences are a good start"
             )
         return None
-    if job.method in IGNORES_DATA and not mixed:
-        return None
-    return capture(source.model, source.blocks, batches, source.block(0))
+    unread = job.method in IGNORES_DATA and not mixed
+    if isinstance(source, Rotated):
+        used = batches[:1] if unread else batches
+        found = capture(source.model, source.blocks, used, source.inner.block(0), spill)
+        source.prove(found, batches)
+        return None if unread else found
+    return None if unread else capture(source.model, source.blocks, batches, source.block(0), spill)
 
 
 def _identity(source: InMemory, captured: Captured | None) -> dict[str, str]:
@@ -112,17 +140,35 @@ def _identity(source: InMemory, captured: Captured | None) -> dict[str, str]:
 
 def _report(source: InMemory, job: Job, store: Store, seconds: float) -> Report:
     sizes = {
-        source.layout.prefix(i) + name: linear.weight.numel()
+        source.layout.prefix(i) + name: size
         for i, block in enumerate(source.blocks)
-        for name, linear in linears_of(block).items()
+        for name, size in layer_sizes(block).items()
     }
     return Report(store.folder, source.layout, job.method, store.state["layers"], sizes, seconds)
+
+
+def _defaults(
+    method: str, bits: int | None, group_size: int | None, format: str | None, candidates: Any
+) -> tuple[int, int, str]:
+    """What was not said; pruning keeps the dtype, so that there are neither bits nor groups."""
+    if method in PRUNES:
+        if bits is not None or group_size is not None or candidates or format not in (None, "dense"):
+            raise ConfigError(
+                f"{method}: prunes, and takes no bits, group_size, candidate_bits or other format than 'dense'; "
+                "say ratio=0.5 or pattern=(2, 4)"
+            )
+        return 8, -1, "dense"
+    usual = (8, -1, "int-quantized") if method == "smoothquant" else (4, 128, "compressed-tensors")
+    return (
+        usual[0] if bits is None else bits,
+        usual[1] if group_size is None else group_size,
+        format or usual[2],
+    )
 
 
 def _check(
     method: str, bits: int, candidates: tuple[int, ...] | None, average: float | None, options: dict[str, Any]
 ) -> None:
-    METHODS[method]
     check_options(method, options)
     wrong = [b for b in (candidates or (bits,)) if b not in WIDTHS]
     if wrong:
@@ -152,8 +198,12 @@ def _finish(source: InMemory, job: Job, store: Store) -> None:
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
     own: Any = getattr(model, "config", None)
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
-    config["quantization_config"] = job.format.describe(job.specs, ignored, _reorders(job))
-    config["sparsebit"] = {"blocks": layout.path}
+    about = job.format.describe(job.specs, ignored, _reorders(job))
+    if about:
+        config["quantization_config"] = about
+    config["sparsebit"] = {"blocks": layout.path, **({} if about else {"format": job.format.TYPE})}
+    if layout.other and not job.format.plain:
+        config["sparsebit"]["unfolded"] = True
     store.finish(len(layout), source.rest(), json.loads(json.dumps(config, default=str)), source.folder)
 
 

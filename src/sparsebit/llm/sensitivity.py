@@ -17,7 +17,7 @@ from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Call, Captured
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import collect, sharing
-from sparsebit.llm.walk import Job, set_weight, solve
+from sparsebit.llm.walk import Job, copied, set_weight, solve
 from sparsebit.numeric.spec import QuantSpec
 
 TRIED = 4  # batches on which a change is measured
@@ -28,10 +28,10 @@ def sensitivities(
     source: InMemory, captured: Captured, job: Job, candidates: tuple[int, ...]
 ) -> Iterator[tuple[str, int, dict[int, float]]]:
     """(layer, its size, error by width); walks the float model once."""
-    hidden = list(captured.hidden)
+    hidden = copied(captured.hidden)
     for i in range(len(source.layout)):
         block, prefix, calls = source.block(i), source.layout.prefix(i), captured.calls[i]
-        outputs = [call.run(block, h) for call, h in zip(calls, hidden)]
+        outputs = [call.run(block, h) for call, h in zip(calls, hidden[:TRIED])]
         linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
         statistics = collect(block, sharing(block, linears, calls[0], hidden[0]), calls, hidden)
         for name, linear in linears.items():
@@ -40,7 +40,8 @@ def sensitivities(
                 spec = replace(job.specs[prefix + name], bits=bits)
                 errors[bits] = _damage(block, linear, statistics.get(name), spec, job, calls, hidden, outputs)
             yield prefix + name, linear.weight.numel(), errors
-        hidden = outputs
+        for b, call in enumerate(calls):
+            hidden[b] = outputs[b] if b < TRIED else call.run(block, hidden[b])
 
 
 def _damage(
@@ -50,13 +51,13 @@ def _damage(
     spec: QuantSpec,
     job: Job,
     calls: list[Call],
-    hidden: list[Tensor],
+    hidden: Any,
     outputs: list[Tensor],
 ) -> float:
     right = linear.weight
     set_weight(linear, solve(linear, statistics, spec, job, "")[0])
     total = 0.0
-    for call, h, expected in list(zip(calls, hidden, outputs))[:TRIED]:
+    for call, h, expected in zip(calls, hidden, outputs):
         change = (call.run(block, h) - expected).float().square().sum(-1)
         total += float((change / expected.float().square().sum(-1).clamp(min=1e-12)).mean())
     linear.weight = right

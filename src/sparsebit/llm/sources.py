@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.blocks import Layout, find_blocks, linears_of
+from sparsebit.llm.blocks import Layout, find_blocks
+from sparsebit.llm.experts import unfold, weight_of
 
 
 class InMemory:
@@ -33,13 +34,13 @@ class InMemory:
         return self.model.get_submodule(self.layout.path)  # type: ignore[return-value]
 
     def block(self, index: int) -> nn.Module:
-        return copy.deepcopy(self.blocks[index]).eval()
+        return unfold(copy.deepcopy(self.blocks[index]).eval())
 
     def first_rows(self) -> Iterator[Tensor]:
         """The first row of every layer: enough to tell two models apart."""
-        for block in self.blocks:
-            for linear in linears_of(block).values():
-                yield linear.weight[:1].detach()
+        for block, names in zip(self.blocks, self.layout.linears):
+            for name in names:
+                yield weight_of(block, name)[:1].detach()
 
     def rest(self) -> dict[str, Tensor]:
         """What lies outside the blocks; of tied weights one."""
@@ -73,16 +74,19 @@ class OnDisk(InMemory):
         self._complain([prefix + n for n in names if prefix + n not in self.files])
         tensors = self._read([prefix + n for n in names])
         block.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items()}, assign=True)
-        return block.eval().requires_grad_(False)
+        return unfold(block.eval().requires_grad_(False))
 
     def first_rows(self) -> Iterator[Tensor]:
         from safetensors import safe_open
 
-        names = [f"{name}.weight" for name in self.layout.names()]
-        self._complain([name for name in names if name not in self.files])
-        for name in names:
-            with safe_open(str(self.files[name]), framework="pt") as file:
-                yield file.get_slice(name)[:1]
+        for name in self.layout.names():
+            stack, _, index = name.rpartition(".")
+            own = f"{name}.weight" in self.files or stack not in self.files
+            key = f"{name}.weight" if own else stack
+            self._complain([] if key in self.files else [key])
+            with safe_open(str(self.files[key]), framework="pt") as file:
+                part = file.get_slice(key)
+                yield part[:1] if own else part[int(index), :1]
 
     def _complain(self, missing: list[str]) -> None:
         if missing:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.llm.capture import Call
+from sparsebit.llm.experts import is_routed
 from sparsebit.numeric.gptq import Statistics
+from sparsebit.numeric.smoothquant import PeakStatistics
 
 
 class _Enough(Exception):
@@ -46,13 +48,16 @@ def collect(
     hidden: list[Tensor],
     float_block: nn.Module | None = None,
     float_hidden: list[Tensor] | None = None,
+    peaks: bool = False,
 ) -> dict[str, Statistics]:
-    """The statistics of each layer in `groups`, over all batches."""
+    """The statistics of each layer in `groups`, over all batches; with `peaks` the largest inputs too."""
     heads = {group[0]: group for group in groups}
     sums: dict[str, Tensor] = {}
     crosses: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     tokens = dict.fromkeys(heads, 0)
     right: dict[str, list[Tensor]] = {}
+    routed = {name for name in heads if is_routed(block, name)}  # the float model may send it other tokens
 
     def keep(name: str, x: Tensor) -> None:
         right.setdefault(name, []).append(_rows(x))
@@ -61,7 +66,10 @@ def collect(
         rows = _rows(x)
         tokens[name] += len(rows)
         _accumulate(sums, name, rows, rows)
-        if float_block is not None and right.get(name):
+        if peaks and len(rows):
+            top = rows.abs().amax(0)
+            largest[name] = torch.maximum(largest.get(name, top), top)
+        if float_block is not None and right.get(name) and name not in routed:
             other = right[name].pop(0)
             if (
                 other.shape == rows.shape
@@ -74,7 +82,7 @@ def collect(
             _forward(float_block, heads, call, float_hidden[i], keep)
         _forward(block, heads, call, hidden[i], add)
     return {
-        name: Statistics(sums[head], crosses.get(head), tokens[head])
+        name: PeakStatistics(sums[head], crosses.get(head), tokens[head], largest.get(head))
         for head, group in heads.items()
         if head in sums
         for name in group

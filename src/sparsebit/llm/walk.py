@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +18,27 @@ from torch import Tensor, nn
 from sparsebit.errors import SparsebitError
 from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Captured
+from sparsebit.llm.experts import fold_back, is_routed, unfold_tensors
 from sparsebit.llm.formats import Format
-from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA
+from sparsebit.llm.methods import (
+    IGNORES_DATA,
+    METHODS,
+    NEEDS_DATA,
+    NO_TWIN,
+    PRUNES,
+    SCALES,
+    Solved,
+    options_of,
+)
+from sparsebit.llm.smooth import Feeders, fold
 from sparsebit.llm.sources import InMemory
+from sparsebit.llm.spill import Spilled, give_back
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
 from sparsebit.numeric.gptq import Statistics, output_error
-from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
+from sparsebit.numeric.wanda import PrunedWeight
 
 
 @dataclass(frozen=True)
@@ -46,23 +58,32 @@ class Job:
 def walk(source: InMemory, captured: Captured | None, job: Job, store: Store) -> Iterator[int]:
     """Yields each block's number when it is stored."""
     hidden = captured.hidden if captured else []
-    float_hidden = list(hidden) if job.match_float and captured else None
+    twin = job.match_float and captured is not None and job.method not in NO_TWIN
+    float_hidden = copied(hidden) if twin else None
+    feeders = Feeders()
     for i in range(len(source.layout)):
         block, prefix = source.block(i), source.layout.prefix(i)
         float_block = copy.deepcopy(block) if float_hidden is not None else None
         calls = captured.calls[i] if captured else []
         if store.has(i):
-            restore(block, prefix, store.read(i), job)
+            restore(block, prefix, store.read(i), job, source.blocks[i])
         else:
-            solved, about = _solve_block(_Lanes(block, calls, hidden, float_block, float_hidden), prefix, job)
-            store.write(i, _tensors(block, prefix, solved, job.format), about)
+            lanes = _Lanes(block, calls, hidden, float_block, float_hidden, feeders)
+            solved, about = _solve_block(lanes, prefix, job)
+            store.write(i, _tensors(block, prefix, solved, job.format, source.blocks[i]), about)
         for b, call in enumerate(calls):
             hidden[b] = _checked(call.run(block, hidden[b]), prefix)
             if float_hidden is not None and float_block is not None:
                 float_hidden[b] = call.run(float_block, float_hidden[b])
         del block, float_block
         gc.collect()  # modules and the hooks on them are cycles: without this several blocks stay alive
+        give_back()
         yield i
+
+
+def copied(hidden: Any) -> Any:
+    """Another list of the same activations."""
+    return hidden.twin() if isinstance(hidden, Spilled) else list(hidden)
 
 
 @dataclass
@@ -71,86 +92,130 @@ class _Lanes:
 
     block: nn.Module
     calls: list[Any]
-    hidden: list[Tensor]
+    hidden: Any  # a list of tensors, or one on disk
     float_block: nn.Module | None
-    float_hidden: list[Tensor] | None
+    float_hidden: Any
+    feeders: Feeders = field(default_factory=Feeders)
 
-    def collect(self, groups: list[list[str]]) -> dict[str, Statistics]:
-        return collect(self.block, groups, self.calls, self.hidden, self.float_block, self.float_hidden)
+    def collect(self, groups: list[list[str]], peaks: bool = False) -> dict[str, Statistics]:
+        lanes = self.hidden, self.float_block, self.float_hidden
+        return collect(self.block, groups, self.calls, *lanes, peaks)
 
 
-def _solve_block(
-    lanes: _Lanes, prefix: str, job: Job
-) -> tuple[dict[str, QuantizedWeight], dict[str, dict[str, Any]]]:
+def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved], dict[str, dict[str, Any]]]:
     """Stage after stage (layers that read one tensor); without true_sequential all layers are one stage."""
     linears = {n: m for n, m in linears_of(lanes.block).items() if prefix + n in job.specs}
     measured = job.method not in IGNORES_DATA and bool(lanes.calls)
     groups = [list(linears)]
     if measured:
         groups = sharing(lanes.block, linears, lanes.calls[0], lanes.hidden[0])
-    stages = [[group] for group in groups] if job.true_sequential else [groups]
-    solved, about = {}, {}
+    stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
+    solved: dict[str, Solved] = {}
+    about: dict[str, dict[str, Any]] = {}
+    folded = _fold_scales(lanes, groups, prefix, job) if measured and job.method in SCALES else {}
     for stage in stages:
         statistics = lanes.collect(stage) if measured else {}
         for name in (name for group in stage for name in group):
             spec, seen = job.specs[prefix + name], statistics.get(name)
-            solved[name], about[prefix + name] = solve(linears[name], seen, spec, job, prefix + name)
+            solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
+            about[prefix + name] = {**told, **folded.get(name, {})}
         for name in (name for group in stage for name in group):
             set_weight(linears[name], solved[name])
+        del statistics
+        give_back()
     return solved, about
+
+
+def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
+    """One after the other, but experts of one stack together: they do not feed each other."""
+    stages: dict[str, list[list[str]]] = {}
+    for group in groups:
+        stack = group[0].rpartition(".")[0] if is_routed(block, group[0]) else group[0]
+        stages.setdefault(stack, []).append(group)
+    return list(stages.values())
+
+
+def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) -> dict[str, dict[str, Any]]:
+    """Scales that the method chooses, where the block has a place for them; says which layer took them."""
+    found = lanes.feeders.find(lanes.block, groups, lanes.calls[0], lanes.hidden[0])
+    scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
+    choose = SCALES[job.method]
+    statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
+    about = {}
+    for group, feeder in scaled:
+        weights = [lanes.block.get_submodule(name).weight for name in group]
+        specs = [job.specs[prefix + name] for name in group]
+        options = options_of(choose, job.options)
+        scales = choose(
+            weights, statistics[group[0]], specs, feeder.rows, scale_dtype=job.scale_dtype, **options
+        )
+        fold(lanes.block, feeder, group, scales)
+        about.update({name: {"scales_in": prefix + feeder.name} for name in group})
+    return about
 
 
 def solve(
     linear: nn.Linear, statistics: Statistics | None, spec: QuantSpec, job: Job, name: str
-) -> tuple[QuantizedWeight, dict[str, Any]]:
+) -> tuple[Solved, dict[str, Any]]:
     """One layer; one that no token reached (an expert that is never chosen) is rounded to nearest."""
     about: dict[str, Any] = {"bits": spec.bits}
+    solver, options = METHODS[job.method], job.options
+    if job.method in SCALES:
+        options = options_of(solver, options)
+    q: Solved
     try:
         if statistics is None and job.method in NEEDS_DATA:
+            what = "pruned by size" if job.method in PRUNES else "rounded to nearest"
+            about["note"] = f"no calibration token reached this layer: {what}"
+        if "note" in about and job.method not in PRUNES:
             q = rtn(linear.weight, None, spec, scale_dtype=job.scale_dtype)
-            about["note"] = "no calibration token reached this layer: rounded to nearest"
         else:
-            q = METHODS[job.method](
-                linear.weight, statistics, spec, scale_dtype=job.scale_dtype, **job.options
-            )
+            q = solver(linear.weight, statistics, spec, scale_dtype=job.scale_dtype, **options)
     except SparsebitError as error:
         raise type(error)(f"{name}: {error}") from error
+    if isinstance(q, PrunedWeight):
+        about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
     about["stored_bits"] = round(q.stored_bits(), 4)
     if statistics is not None:
         h, w = statistics.hessian.double(), linear.weight.double()
         signal = ((w @ h) * w).sum().clamp(min=1e-30)
-        about["error"] = float(f"{float(output_error(w, h, q).sum() / signal):.4g}")
+        lost = output_error(w, h, q).sum()  # type: ignore[arg-type]  # all it asks of q is dequantize()
+        about["error"] = float(f"{float(lost / signal):.4g}")
     return q, about
 
 
-def set_weight(linear: nn.Linear, q: QuantizedWeight) -> None:
+def set_weight(linear: nn.Linear, q: Solved) -> None:
     linear.weight = nn.Parameter(q.dequantize(linear.weight.dtype), requires_grad=False)
 
 
-def restore(block: nn.Module, prefix: str, tensors: dict[str, Tensor], job: Job) -> None:
-    """Puts what is stored of a block into it."""
+def restore(block: nn.Module, prefix: str, tensors: dict[str, Tensor], job: Job, plain: nn.Module) -> None:
+    """Puts what is stored of a block into it; `plain` is the block as the model has it."""
     local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    local = unfold_tensors(plain, local) if job.format.plain else local
     linears = linears_of(block)
     for name, spec in job.specs.items():
         name = name.removeprefix(prefix)
         if name in linears and prefix + name in job.specs:
             parts = {s: local[f"{name}.{s}"] for s in job.format.suffixes if f"{name}.{s}" in local}
-            q = job.format.decode(parts, spec)
-            set_weight(linears[name], q)
+            set_weight(linears[name], job.format.decode(parts, spec))
+            for suffix in parts:
+                local.pop(f"{name}.{suffix}")
+    block.load_state_dict(local, strict=False, assign=True)  # norms and biases with scales folded in
 
 
 def _tensors(
-    block: nn.Module, prefix: str, solved: dict[str, QuantizedWeight], layout: Format
+    block: nn.Module, prefix: str, solved: dict[str, Solved], layout: Format, plain: nn.Module
 ) -> dict[str, Tensor]:
     """The block's state with packed weights in place of float ones."""
     tensors = {}
     for key, value in block.state_dict().items():
         name, _, leaf = key.rpartition(".")
         if name in solved and leaf == "weight":
-            tensors.update({f"{prefix}{name}.{s}": t for s, t in layout.encode(solved[name]).items()})
+            tensors.update({f"{name}.{s}": t for s, t in layout.encode(solved[name]).items()})
         else:
-            tensors[prefix + key] = value
-    return tensors
+            tensors[key] = value
+    tensors = fold_back(plain, tensors) if layout.plain else tensors
+    return {prefix + key: value for key, value in tensors.items()}
 
 
 def _checked(hidden: Tensor, prefix: str) -> Tensor:

@@ -7,13 +7,28 @@ is what the chart shows.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparsebit.errors import SparsebitError
+from sparsebit.report.figures import share, span
+from sparsebit.report.headline import headline
 
 HURT_MOST = 3
+
+
+@dataclass
+class Histogram:
+    """What one quantizer rounds: counts of equal bins between `low` and `high`, and the range that its codes hold."""
+
+    label: str  # W8
+    low: float
+    high: float
+    counts: list[int]
+    range: tuple[float, float]
+    clipped: float | None  # the share of values beyond the range
 
 
 @dataclass
@@ -28,6 +43,7 @@ class Layer:
     bits: str = ""  # W8 A8
     scheme: str = ""
     range: str = ""
+    clipped: str = ""
     own: float | None = None  # SQNR of its own output in dB, quantized alone
     effect: float | None = None  # SQNR of the model's output
     noise: float | None = None  # its share of the noise of all layers
@@ -35,9 +51,19 @@ class Layer:
     quantized_bytes: int = 0
     macs: int = 0
     integer: bool = False
-    backend: str = ""
+    backend: str = ""  # "integers", or why not
     fix: str = ""
     fixed: float | None = None  # `own` with the fix
+    histograms: list[Histogram] = field(default_factory=list)
+
+
+@dataclass
+class Graph:
+    """Nodes (name, op) in the order they run, edges as pairs of places in that list, and the same as mermaid text."""
+
+    nodes: list[tuple[str, str]]
+    edges: list[tuple[int, int]]
+    mermaid: str = ""
 
 
 @dataclass
@@ -46,9 +72,13 @@ class Facts:
     command: str
     version: str
     headline: list[tuple[str, str, str]] = field(default_factory=list)  # label, value, remark
+    metric: dict[str, Any] | None = None  # name, float, new, samples
+    latency: dict[str, Any] | None = None  # milliseconds of float and new, batch, cores, machine
     layers: list[Layer] = field(default_factory=list)
+    graph: Graph | None = None
     pruned: list[tuple[str, int, int]] = field(default_factory=list)  # layer, channels before, after
     certificate: list[str] = field(default_factory=list)
+    todo: list[str] = field(default_factory=list)  # commands that would add something
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -66,8 +96,13 @@ def read_facts(folder: Path) -> Facts:
     if about is None:
         raise SparsebitError(f"{folder}: is no folder of a run: it has no run.json")
     try:
+        if "steps" not in about and "layers" in about:  # of sparsebit.llm, which has files of its own
+            import sparsebit
+            from sparsebit.report.llm_facts import llm_facts
+
+            return llm_facts(folder, about, sparsebit.__version__)
         return _facts(folder, about)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise SparsebitError(f"{folder}: its files are broken, or of another version ({error!r})") from None
 
 
@@ -76,70 +111,60 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
     facts = Facts(_short(about["inputs"]["model"]), about["command"], about["sparsebit"])
     facts.settings = about["settings"]
     if about["command"] not in steps:
-        facts.notes.append(f"This run is not finished: repeat its command with --resume to {facts.command}.")
+        facts.todo.append(f"This run is not finished: repeat its command with --resume to {facts.command}.")
         return facts
     layers, profile = _read(folder / "layers.json"), _read(folder / "profile.json")
     if layers is not None:
-        facts.layers = [_layer(row, layers["quantizers"]) for row in layers["rows"]]
-        facts.notes += layers["notes"]
-        facts.notes += [f"{i['path'] or 'the model'} was not traced: {i['error']}" for i in layers["islands"]]
+        _add_layers(facts, layers, _read(folder / "histograms.json") or {})
     if profile is not None:
         _add_noise(facts.layers, profile)
     elif layers is not None:
-        facts.notes.append(
-            f"No error per layer yet: run `sparsebit profile {folder}`, then this report again."
+        facts.todo.append(
+            f"No error per layer yet: `sparsebit profile {folder}` measures it, and tries overrides that help."
         )
+    graph = _read(folder / "graph.json")
+    if graph is not None:
+        nodes = [(node["name"], node["op"]) for node in graph["nodes"]]
+        facts.graph = Graph(nodes, [(a, b) for a, b in graph["edges"]], graph["mermaid"])
     plan = _read(folder / "plan.json")
     if plan is not None:
-        facts.pruned = [
-            (name.removesuffix(".weight"), plan["sizes"][name][axis], len(axes[str(axis)]))
-            for name, axes in plan["kept"].items()
-            if name.endswith("weight")
-            for axis in [min(map(int, axes))]
-        ]
+        facts.pruned = list(_channels(plan))
         facts.notes += [f"Not cut: {reason}" for reason in plan["reasons"]]
     exported = steps.get("export")
     if exported is not None:
         facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
+        _add_kernels(facts.layers, _read(folder / "model.report.json"))
     else:
-        facts.notes.append(f"No ONNX file yet: run `sparsebit export {folder}`.")
-    facts.headline = list(_headline(facts, steps, layers, profile))
+        facts.todo.append(f"No ONNX file yet: `sparsebit export {folder}` writes and checks one.")
+    facts.metric, facts.latency = steps.get("metric"), steps.get("latency")
+    facts.headline = list(headline(facts.command, steps, layers, profile))
     return facts
 
 
-def _headline(facts: Facts, steps: Any, layers: Any, profile: Any) -> Any:
-    if layers is not None:
-        totals = layers["totals"]
-        before, after = totals["bytes"], totals["quantized_bytes"]
-        yield (
-            "Parameters",
-            f"{size(before)} → {size(after)}",
-            f"{100 * after / max(before, 1):.0f} % of the size",
-        )
-        ops = f"{totals['quantized']} of {totals['quantized'] + totals['float']} ops"
-        yield "Quantized", ops, f"{totals['absorbed']} more run inside others"
-        if totals.get("macs"):
-            share = 100 * totals["integer_macs"] / totals["macs"]
-            yield "In integers", f"{share:.0f} % of MACs", f"by {layers['backend']}, as expected"
-    for key, label in (("params", "Parameters"), ("macs", "MACs")):
-        if facts.command == "prune":
-            before, after = steps["prune"][key]
-            yield label, f"{count(before)} → {count(after)}", f"{100 * after / max(before, 1):.0f} % stay"
-    if profile is not None:
-        yield "Output SQNR", decibel(profile["total"]), "everything quantized, against float"
-    if "export" in steps:
-        yield "ONNX file", size(steps["export"]["bytes"]), "has been run and compared"
+def _add_layers(facts: Facts, layers: Any, histograms: Any) -> None:
+    facts.layers = [_layer(row, layers["quantizers"], histograms) for row in layers["rows"]]
+    facts.notes += layers["notes"]
+    facts.notes += [f"{i['path'] or 'the model'} was not traced: {i['error']}" for i in layers["islands"]]
 
 
-def _layer(row: dict[str, Any], quantizers: dict[str, Any]) -> Layer:
-    mine = [quantizers[name] for name in row["quantizers"] if name in quantizers]
+def _layer(row: dict[str, Any], quantizers: dict[str, Any], histograms: dict[str, Any]) -> Layer:
+    mine = {name: quantizers[name] for name in row["quantizers"] if name in quantizers}
+    shown = [_histogram(q, histograms[name]) for name, q in mine.items() if name in histograms]
     known = ("name", "path", "op", "state", "how", "bytes", "quantized_bytes", "macs", "integer", "backend")
     return Layer(
         **{key: row[key] for key in known},
-        bits=" ".join(f"{q['tensor']}{q['bits']}" for q in mine),
-        scheme=" / ".join(dict.fromkeys(q["scheme"] for q in mine)),
-        range=" / ".join(f"{q['range'][0]:.3g} … {q['range'][1]:.3g}" for q in mine),
+        bits=" ".join(f"{q['tensor']}{q['bits']}" for q in mine.values()),
+        scheme=" / ".join(dict.fromkeys(q["scheme"] for q in mine.values())),
+        range=" / ".join(span(*q["range"]) for q in mine.values()),
+        clipped=" / ".join(share(h.clipped) or "?" for h in shown),
+        histograms=shown,
     )
+
+
+def _histogram(quantizer: Any, found: Any) -> Histogram:
+    low, high = found["range"]
+    label = f"{quantizer['tensor']}{quantizer['bits']}"
+    return Histogram(label, found["from"], found["to"], found["counts"], (low, high), found["clipped"])
 
 
 def _add_noise(layers: list[Layer], profile: Any) -> None:
@@ -154,6 +179,24 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
             layer.noise = noise[layer.name] / total
 
 
+def _add_kernels(layers: list[Layer], report: Any) -> None:
+    """Where the written file says why an op stays float, that counts more than what was expected."""
+    why = {key.rpartition(" (")[0]: text for key, text in ((report or {}).get("why_float") or {}).items()}
+    for layer in layers:
+        if layer.path in why and layer.state == "quantized":
+            layer.integer, layer.backend = False, why[layer.path]
+
+
+def _channels(plan: Any) -> Iterator[tuple[str, int, int]]:
+    """Outputs of each layer, or its inputs where only those were cut; norms have the channels of their layer."""
+    for name, axes in plan["kept"].items():
+        shape = plan["sizes"][name]
+        if name.endswith("weight") and len(shape) > 1:
+            axis = min(map(int, axes))
+            what = " (inputs)" if axis else ""
+            yield name.removesuffix(".weight") + what, shape[axis], len(axes[str(axis)])
+
+
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
@@ -166,24 +209,3 @@ def _read(path: Path) -> Any:
 def _short(spec: str) -> str:
     """`net.py:build` of `/home/me/net.py:build`: a report may be shown to others."""
     return spec.rpartition("/")[2]
-
-
-# -- how figures are written -----------------------------------------------------------------------------
-def decibel(value: Any) -> str:
-    if value is None:
-        return ""
-    number = float(value)
-    return "exact" if number == float("inf") else f"{number:.1f} dB"
-
-
-def size(n: float) -> str:
-    return f"{n:.0f} B" if n < 1000 else f"{count(n)}B"
-
-
-def count(n: float) -> str:
-    """12345678 -> 12.3 M."""
-    for unit in ("", " k", " M"):
-        if n < 1000:
-            return f"{n:.3g}{unit}"
-        n /= 1000
-    return f"{n:.3g} G"

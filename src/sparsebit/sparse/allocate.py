@@ -20,33 +20,38 @@ MOST = 0.99
 def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
     """The classes of least score go: the same share of every dimension, or a share per class; one stays everywhere.
 
-    With `round_to` the number of channels that a layer keeps is a multiple of it, where the layer has as many.
+    With `round_to` every dimension keeps the nearest multiple of it: all, where it has fewer, and none, where that is
+    nearest and the layers have others.
     """
     _check(ratio, round_to)
     found = [torch.zeros(0, dtype=torch.long)]
-    for classes in walk.dimensions():
+    for classes, may_vanish in zip(walk.dimensions(), walk.may_vanish()):
         share = float(ratio[classes[0]]) if isinstance(ratio, Tensor) else ratio
         keep = len(classes) - count_of(len(classes), share)
-        found.append(_worst(classes, scores, keep, round_to))
+        found.append(_worst(classes, scores, keep, round_to, may_vanish))
     return torch.cat(found)
 
 
 def together(walk: Walk, scores: Tensor, ratio: float, may_go: Tensor, round_to: int = 1) -> Tensor:
     """The classes of least score go, of all dimensions in one ranking; `may_go` says which of them take part."""
     _check(ratio, round_to)
-    dimensions = [classes[may_go[classes]] for classes in walk.dimensions()]
-    dimensions = [classes for classes in dimensions if len(classes)]
-    if not dimensions:
+    found = [
+        (classes[may_go[classes]], may_vanish and bool(may_go[classes].all()))
+        for classes, may_vanish in zip(walk.dimensions(), walk.may_vanish())
+    ]
+    found = [(classes, may_vanish) for classes, may_vanish in found if len(classes)]
+    if not found:
         return torch.zeros(0, dtype=torch.long)
-    every = torch.cat(dimensions)
+    every = torch.cat([classes for classes, _ in found])
     worst = every[scores[every].argsort(stable=True)[: count_of(len(every), ratio)]]
-    keep = [int((~torch.isin(classes, worst)).sum()) for classes in dimensions]
-    return torch.cat([_worst(c, scores, k, round_to) for c, k in zip(dimensions, keep)])
+    keep = [int((~torch.isin(classes, worst)).sum()) for classes, _ in found]
+    return torch.cat([_worst(c, scores, k, round_to, v) for (c, v), k in zip(found, keep)])
 
 
-def _worst(classes: Tensor, scores: Tensor, keep: int, round_to: int) -> Tensor:
-    keep = min(-(-max(keep, 1) // round_to) * round_to, len(classes))
-    return classes[scores[classes].argsort(stable=True)[: len(classes) - keep]]
+def _worst(classes: Tensor, scores: Tensor, keep: int, round_to: int, may_vanish: bool) -> Tensor:
+    multiple = (2 * keep + round_to) // (2 * round_to) * round_to
+    least = 0 if may_vanish and round_to > 1 else round_to
+    return classes[scores[classes].argsort(stable=True)[: max(len(classes) - max(multiple, least), 0)]]
 
 
 def _check(ratio: float | Tensor, round_to: int) -> None:

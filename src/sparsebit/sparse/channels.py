@@ -8,6 +8,7 @@ cuts, and where.
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +52,7 @@ class Walk:
     _owners: dict[int, str] = field(default_factory=dict)  # id of a tensor -> the first path it was met under
     _indexed: list[tuple[fx.Node, Tensor, int]] = field(default_factory=list)
     _dimensions: list[Tensor] | None = None
+    _vanishing: list[bool] = field(default_factory=list)
 
     @classmethod
     def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
@@ -170,7 +172,22 @@ class Walk:
         for root, where in places.items():
             if root != FIXED and where[0] < len(cuts):  # a parameter has it
                 found.setdefault(tuple(where), []).append(root)
+        self._vanishing = _that_may_vanish(list(found), set(places.get(FIXED, ())))
         return [torch.tensor(sorted(roots)) for roots in found.values()]
+
+    def may_vanish(self) -> list[bool]:
+        """Of each dimension: would every layer and value still have channels without it? Not all at once, but so
+        that what stays of the others is enough: the channels that a zero-padded shortcut adds to a stream."""
+        self.dimensions()
+        return self._vanishing
+
+
+def _that_may_vanish(places: list[tuple[int, ...]], fixed: set[int]) -> list[bool]:
+    """`places` of each dimension: the axes and values it is in. One that is alone somewhere never vanishes."""
+    inside = Counter(i for where in places for i in where)
+    needed = [any(inside[i] == 1 and i not in fixed for i in where) for where in places]
+    kept = fixed.union(*(where for where, stays in zip(places, needed) if stays))
+    return [not stays and kept.issuperset(where) for where, stays in zip(places, needed)]
 
 
 def tensor_at(model: nn.Module, path: str) -> Tensor:

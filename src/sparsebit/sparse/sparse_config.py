@@ -33,7 +33,9 @@ class SparserConfig(PluginConfig):
         pattern=r"^[1-9][0-9]*:[1-9][0-9]*$",
         description="unstructured: 2:4 keeps two of every four weights along the input",
     )
-    round_to: int = Field(1, ge=1, description="structured: layers keep a multiple of this many channels")
+    round_to: int = Field(
+        1, ge=1, description="structured: layers keep the nearest multiple of this many channels"
+    )
     refit: bool = Field(
         True, description="structured, with batches: layers that read what goes make up for it"
     )

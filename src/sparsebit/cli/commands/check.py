@@ -8,6 +8,7 @@ from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.inputs import Inputs, example_of
 from sparsebit.cli.output import one_line, show
+from sparsebit.cli.progress import status
 
 
 @app.command(epilog="Example: sparsebit check net.py:build --input-shape 1,3,224,224")
@@ -31,10 +32,11 @@ def check(
 
     settings = options.quant_config(config, preset, changes)
     net, batches = Inputs(model, weights, data, input_shape, samples=8).load()
-    qmodel = QuantModel(net, settings, example=batches[0], trace=trace.value)
-    hint_at_export(qmodel, trace.value)
-    report = qmodel.preflight(batches[0])
-    pruning = _pruning(net, batches[0])
+    with status("tracing, and running one batch"):
+        qmodel = QuantModel(net, settings, example=batches[0], trace=trace.value)
+        hint_at_export(qmodel, trace.value)
+        report = qmodel.preflight(batches[0])
+        pruning = _pruning(net, batches[0])
     ok = bool(report.totals["quantized"])
     show({"ok": ok, **report.as_dict(), "pruning": pruning}, f"{report}\n\n{_text(pruning)}", json)
     return 0 if ok else 1

@@ -27,7 +27,7 @@ def export(
 
     Exit code 1 if it could not be written, or does not do what the model does.
     """
-    from sparsebit.cli import work
+    from sparsebit.cli import compare, work
     from sparsebit.cli.run import Run
     from sparsebit.export.backends import BACKENDS
     from sparsebit.export.files import writable
@@ -43,7 +43,7 @@ def export(
         raise InputError("--backend: only quantized models are written for a backend; leave it out")
     require("onnx", "onnxscript", "onnxruntime")
     writable(path)
-    model, batches = work.finished(opened)
+    model, batches, net = work.finished(opened)
     try:
         report = work.write_onnx(model, batches, path, fixed_batch, backend)
     except ExportError as error:
@@ -54,6 +54,7 @@ def export(
     if output is None:
         lines = work.certificate_lines(report)
         opened.finish("export", file=work.ONNX, bytes=report.bytes, certificate=lines)
+        compare.compare(opened, net, model, batches, path, opened.about["settings"].get("metric"))
         work.refresh_report(run)
     show(report.as_dict(), str(report), json)
     return 0

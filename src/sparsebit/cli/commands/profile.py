@@ -24,7 +24,7 @@ def profile(
     opened = Run.open(run)
     if opened.command != "quantize":
         raise InputError(f"{run}: is a run of {opened.command}; only quantized models have errors per layer")
-    qmodel, found = work.finished(opened)
+    qmodel, found, _ = work.finished(opened)
     result = qmodel.profile(found[:batches])
     opened.write("profile.json", result.as_dict())
     work.refresh_report(run)

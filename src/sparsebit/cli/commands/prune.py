@@ -8,8 +8,10 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
+from sparsebit.cli.data import absolute
 from sparsebit.cli.inputs import Inputs, example_of
 from sparsebit.cli.output import InputError, show
+from sparsebit.cli.progress import status
 
 
 @app.command(epilog="Example: sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
@@ -27,6 +29,7 @@ def prune(
     sparser: Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")] = "l1norm",
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
+    metric: options.Metric = None,
     resume: options.Resume = False,
     json: options.Json = False,
 ) -> int:
@@ -34,13 +37,15 @@ def prune(
 
     With --data, the layers behind a cut are refit, and sparsers that look at data can be used.
     """
-    from sparsebit.cli import work
+    from sparsebit.cli import compare, work
     from sparsebit.cli.run import check_output, running
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
-    asked = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
+    how = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
+    asked = {**how, "metric": metric and absolute(metric)}
     check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
     _check_settings(sparser, data)
+    compare.check_metric(metric)
     net, batches = inputs.load()
     _check_model(model, net)
     with running(output, "prune", inputs, asked, resume) as run:
@@ -48,16 +53,19 @@ def prune(
             small = work.load_pruned(run, net, batches)
         else:
             with run.step("prune") as facts:
-                small = _cut(net, batches, asked, data is not None)
+                small = _cut(net, batches, how, data is not None)
                 work.save_pruned(run, small)
-                facts.update(_costs(net, small, batches[0]))
+                with status("counting"):
+                    facts.update(_costs(net, small, batches[0]))
         exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+        compare.compare(run, net, small, batches, output / work.ONNX, metric)
         work.refresh_report(output)
     result = {
         "ok": exported["ok"] is not False,
         "run": str(output),
         "prune": run.about["steps"]["prune"],
         "export": exported,
+        **compare.results(run),
     }
     show(result, _text(result, small), json)
     return 0 if result["ok"] else 1
@@ -82,7 +90,8 @@ def _check_model(spec: str, net: Any) -> None:
 def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -> Any:
     import sparsebit
 
-    return sparsebit.prune(net, example_of(net, batches[0]), batches=batches if with_data else None, **asked)
+    with status("choosing and removing channels", batches if with_data else None) as shown:
+        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, **asked)
 
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
@@ -96,12 +105,12 @@ def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
 
 
 def _text(result: dict[str, Any], small: Any) -> str:
+    from sparsebit.cli import compare
     from sparsebit.quantization.tools.text import count, share
 
     facts = result["prune"]
     rows = {"parameters": facts["params"], "MACs": facts["macs"]}
     lines = [f"{k:<12} {count(a)} -> {count(b)} ({share(b, a)})" for k, (a, b) in rows.items()]
     plan = [str(small.pruning_plan)] if hasattr(small, "pruning_plan") else []
-    return "\n".join(
-        [*plan, *lines, *result["export"].get("certificate", []), f"written to   {result['run']}"]
-    )
+    certificate = result["export"].get("certificate", [])
+    return "\n".join([*plan, *lines, *certificate, *compare.lines(result), f"written to   {result['run']}"])

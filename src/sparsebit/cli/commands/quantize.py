@@ -6,7 +6,7 @@ from typing import Any
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.data import length
+from sparsebit.cli.data import absolute, length
 from sparsebit.cli.inputs import Inputs
 from sparsebit.cli.output import InputError, show
 
@@ -28,6 +28,7 @@ def quantize(
     trace: options.Trace = options.FrontEnd.fx,
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
+    metric: options.Metric = None,
     resume: options.Resume = False,
     json: options.Json = False,
 ) -> int:
@@ -35,15 +36,16 @@ def quantize(
 
     Exit code 1 if the ONNX file could not be written or does not do what the model does; the rest of the run stays.
     """
-    from sparsebit.cli import work
+    from sparsebit.cli import compare, work
     from sparsebit.cli.run import check_output, running
 
     if data is None:
         raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
     settings = options.quant_config(config, preset, changes)
-    asked = {"config": settings.to_dict(), "trace": trace.value}
+    asked = {"config": settings.to_dict(), "trace": trace.value, "metric": metric and absolute(metric)}
     check_output(output, {"command": "quantize", "inputs": inputs.absolute(), "settings": asked}, resume)
+    compare.check_metric(metric)
     net, batches = inputs.load()
     with running(output, "quantize", inputs, asked, resume) as run:
         if run.done("quantize"):
@@ -51,13 +53,15 @@ def quantize(
         else:
             with run.step("quantize") as facts:
                 qmodel = work.quantize(run, net, batches, settings, trace.value)
-                layers = work.layers_of(qmodel, batches[0])
-                run.write("layers.json", layers)
-                facts.update(samples=sum(map(length, batches)), **_sizes(layers["totals"]))
+                layers = work.describe(run, qmodel, batches[0])
+                facts.update(samples=sum(map(length, batches)), batch=length(batches[0]))
+                facts.update(_sizes(layers["totals"]))
         exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
+        compare.compare(run, net, qmodel, batches, output / work.ONNX, metric)
         work.refresh_report(output)
     facts = run.about["steps"]["quantize"]
     result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}
+    result |= compare.results(run)
     show(result, _text(result), json)
     return 0 if result["ok"] else 1
 
@@ -67,6 +71,7 @@ def _sizes(totals: dict[str, int]) -> dict[str, int]:
 
 
 def _text(result: dict[str, Any]) -> str:
+    from sparsebit.cli import compare
     from sparsebit.quantization.tools.text import size
 
     facts, exported = result["quantize"], result["export"]
@@ -74,6 +79,7 @@ def _text(result: dict[str, Any]) -> str:
         f"quantized    {facts['quantized']} ops on {facts['samples']} samples, {facts['float']} ops stay float",
         f"parameters   {size(facts['bytes'])} -> {size(facts['quantized_bytes'])}",
         *exported.get("certificate", []),
+        *compare.lines(result),
         f"written to   {result['run']}",
     ]
     return "\n".join(lines)

@@ -9,7 +9,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show, status
+from sparsebit.cli.output import InputError, show
+from sparsebit.cli.progress import status
 
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
@@ -40,8 +41,8 @@ def verify(
             f"write it again with: sparsebit export"
         )
     work.check_onnx(file)
-    qmodel, found = work.finished(opened)
-    with status("running the file, comparing ..."):
+    qmodel, found, _ = work.finished(opened)
+    with status("running the file, comparing"):
         report = sparsebit.verify(file, qmodel, found[:batches])
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1

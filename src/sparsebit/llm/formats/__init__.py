@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
+from sparsebit.llm.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.spec import QuantSpec
+from sparsebit.numeric.wanda import PrunedWeight
 from sparsebit.registry import Registry
 
 
@@ -21,13 +24,18 @@ class Format:
     TYPE: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]]
     reorders: ClassVar[bool] = False  # its readers know a g_idx
+    plain: ClassVar[bool] = False  # float weights, named and shaped as in the model
 
-    def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
-        """Suffix -> tensor."""
+    def encode(self, q: Any) -> dict[str, Tensor]:
+        """Suffix -> tensor; of a QuantizedWeight, or of what else the format is for."""
         raise NotImplementedError
 
-    def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> QuantizedWeight:
+    def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> QuantizedWeight | PrunedWeight:
         raise NotImplementedError
+
+    def layer(self, q: Any, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
+        """What runs it."""
+        return QuantLinear(q, bias, dtype)
 
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
         """`quantization_config`; reordered: groups follow g_idx."""
@@ -44,6 +52,8 @@ FORMATS: Registry[type[Format]] = Registry("llm format")
 def format_of(config: dict[str, Any]) -> Format:
     """The format that a `quantization_config` names."""
     method = str(config.get("quant_method", ""))
+    if method == "compressed-tensors" and config.get("format") in FORMATS:
+        method = str(config["format"])  # one name for several layouts
     if method not in FORMATS:
         raise ConfigError(
             f"quantization_config: quant_method {method!r} cannot be read; there are: {', '.join(FORMATS)}"

@@ -1,15 +1,20 @@
-"""One self-contained page: no network, light and dark, readable on a phone; without JavaScript only sorting is lost."""
+"""One self-contained page: no network, light and dark, readable on a phone; without JavaScript only sorting and zoom
+are lost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from sparsebit.report.facts import Facts, Layer, count, decibel, size
+from sparsebit.report.facts import Facts, Layer
+from sparsebit.report.figures import count, decibel, size
 from sparsebit.report.formats import FORMATS
-from sparsebit.report.formats._style import CSS, SORT
+from sparsebit.report.formats._graph import draw
+from sparsebit.report.formats._histograms import cards
+from sparsebit.report.formats._style import CSS, SORT, ZOOM
 
-BARS = 30  # layers in the chart; the table has all
+BARS = 15  # layers in the chart; the table has all
 ROW = 34  # pixels
 
 Cell = tuple[str, float | None]  # text, and the number to sort by
@@ -25,27 +30,30 @@ def as_html(facts: Facts) -> str:
         f"<title>{title} - Sparsebit</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         f"<h1>{title}</h1>\n{body}\n"
         f"<footer>Written by Sparsebit {escape(facts.version)}.</footer>\n</main>\n"
-        f"<script>{SORT}</script>\n</body>\n</html>\n"
+        f"<script>{SORT}{ZOOM}</script>\n</body>\n</html>\n"
     )
 
 
 def _parts(facts: Facts) -> Iterator[str]:
     yield _tiles(facts)
-    yield _section("What to try next", _fixes(facts.hurt_most))
+    yield _section("What to try next", _fixes(facts))
     measured = [x for x in facts.layers if x.noise is not None]
     yield _section("Error per layer", _chart(measured))
+    yield _section("Graph", _graph(facts))
     yield _section("Layers", _layers(facts.layers))
-    yield _section("Channels", _channels(facts))
+    yield _section("Ranges", cards(facts.layers))
+    yield _section("Channels before and after", _channels(facts))
     yield _section("Certificate", _certificate(facts))
     yield _section("Notes", _items(map(escape, facts.notes)))
     yield _section("Settings", _settings(facts))
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>" if content else ""
+    anchor = title.lower().replace(" ", "-")
+    return f'<section id="{anchor}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
 
 
-def _items(lines: Iterator[str]) -> str:
+def _items(lines: Iterable[str]) -> str:
     found = "\n".join(f"<li>{line}</li>" for line in lines)
     return f"<ul>\n{found}\n</ul>" if found else ""
 
@@ -58,12 +66,14 @@ def _tiles(facts: Facts) -> str:
     return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>' if tiles else ""
 
 
-def _fixes(layers: Sequence[Layer]) -> str:
-    return _items(
+def _fixes(facts: Facts) -> str:
+    fixes = [
         f"<b>{escape(x.name)}</b> alone leaves {decibel(x.effect)} at the output. Its own output goes from "
         f"{decibel(x.own)} to {decibel(x.fixed)} with <code>{escape(x.fix)}</code>"
-        for x in layers
-    )
+        for x in facts.hurt_most
+    ]
+    todo = [re.sub("`(.*?)`", r"<code>\1</code>", escape(text)) for text in facts.todo]
+    return _items([*fixes, *todo])
 
 
 # -- chart -----------------------------------------------------------------------------------------------
@@ -94,9 +104,42 @@ def _bar(i: int, layer: Layer, longest: float) -> str:
     )
 
 
+# -- graph -----------------------------------------------------------------------------------------------
+KEYS = {
+    "error": (("n0", "below 1 %"), ("n1", "1 %"), ("n2", "3 %"), ("n3", "10 %"), ("n4", "20 % of the noise and more")),
+    "bits": (("b2", "up to 3 bits"), ("b4", "4"), ("b6", "5 to 7"), ("b8", "8"), ("b16", "more")),
+}  # fmt: skip
+
+
+def _graph(facts: Facts) -> str:
+    """Radio buttons choose the colours, in CSS alone; the script adds buttons to zoom."""
+    if facts.graph is None:
+        return ""
+    measured = any(x.noise is not None for x in facts.layers)
+    ways = [way for way in KEYS if measured or way != "error"]
+    radios = "".join(
+        f'<label><input type="radio" name="by" id="by-{way}"{" checked" if way == ways[0] else ""}> {way}</label>'
+        for way in ways
+    )
+    rows = {x.name: i for i, x in enumerate(facts.layers)}
+    svg = draw(facts.graph, {x.name: x for x in facts.layers}, rows)
+    keys = "".join(
+        f'<div class="key {way}">'
+        + "".join(
+            f'<span style="--c: var(--{colour})">{text}</span>'
+            for colour, text in KEYS[way]
+            if way == "error" or f' {colour}"' in svg
+        )
+        + "</div>"
+        for way in ways
+    )
+    return f'<div class="by">Colour by {radios}{keys}</div>\n<div class="graph" tabindex="0">\n{svg}\n</div>'
+
+
 # -- tables ----------------------------------------------------------------------------------------------
 def _layers(layers: Sequence[Layer]) -> str:
     head = ["layer", "op", "bits", "output SQNR", "own SQNR", "bytes", "MACs", "integers", "scheme", "range"]
+    head += ["clipped"]
     rows: list[list[Cell]] = []
     for x in layers:
         runs = "yes" if x.integer else x.backend
@@ -105,8 +148,9 @@ def _layers(layers: Sequence[Layer]) -> str:
             (decibel(x.effect), x.effect), (decibel(x.own), x.own),
             (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
             (count(x.macs) if x.macs else "", x.macs), (runs, None), (x.scheme or x.how, None), (x.range, None),
+            (x.clipped, None),
         ])  # fmt: skip
-    return _table(head, rows)
+    return _table(head, rows, "layer")
 
 
 def _channels(facts: Facts) -> str:
@@ -119,14 +163,40 @@ def _channels(facts: Facts) -> str:
         ]
         for name, before, after in facts.pruned
     ]
-    return _table(["layer", "before", "after", "stays"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     if not rows:
         return ""
+    return _channel_bars(facts.pruned) + _table(["layer", "before", "after", "stays"], rows)
+
+
+def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
+    """What stays, on top of what there was; the widest layer fills the width."""
+    widest = max(before for _, before, _ in pruned)
+    cut_most = sorted(pruned, key=lambda row: row[2] - row[1])[:BARS]
+    shown = [row for row in pruned if row in cut_most]
+    bars = []
+    for i, (name, before, after) in enumerate(shown):
+        top = ROW * i
+        bars.append(
+            f'<g><text x="0" y="{top + 13}">{escape(name)} <tspan>{before} → {after}</tspan></text>'
+            f'<rect class="was" x="0" y="{top + 18}" width="{100 * before / widest:.2f}%" height="9" rx="2"/>'
+            f'<rect x="0" y="{top + 18}" width="{100 * after / widest:.2f}%" height="9" rx="2"/></g>'
+        )
+    left_out = f"<p>The {BARS} that were cut most, of {len(pruned)}.</p>" if len(pruned) > BARS else ""
+    return (
+        f'{left_out}<svg class="chart" role="img" aria-label="Channels by layer" width="100%" '
+        f'height="{ROW * len(shown)}">\n{chr(10).join(bars)}\n</svg>\n'
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], anchor: str = "row") -> str:
+    if not rows:
+        return ""
+    used = [i for i in range(len(head)) if any(row[i][0] for row in rows)]
+    head, rows = [head[i] for i in used], [[row[i] for i in used] for row in rows]
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    lines = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    lines = "\n".join(
+        f'<tr id="{anchor}-{i}">' + "".join(map(_cell, row)) + "</tr>" for i, row in enumerate(rows)
+    )
     return (
         f'<div class="wide" tabindex="0">\n<table>\n<thead><tr>{titles}</tr></thead>\n'
         f"<tbody>\n{lines}\n</tbody>\n</table>\n</div>"

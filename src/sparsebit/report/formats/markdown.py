@@ -4,27 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsebit.report.facts import Facts, count, decibel, size
+from sparsebit.report.facts import Facts
+from sparsebit.report.figures import count, decibel, size
 from sparsebit.report.formats import FORMATS
 
 
 @FORMATS.register("md")
 def as_markdown(facts: Facts) -> str:
     parts = [f"# {facts.command} {facts.title}", _table(["", "", ""], facts.headline)]
-    if facts.hurt_most:
-        lines = [f"- `{x.name}`: {decibel(x.effect)} at the output; try `{x.fix}`" for x in facts.hurt_most]
+    lines = [f"- `{x.name}`: {decibel(x.effect)} at the output; try `{x.fix}`" for x in facts.hurt_most]
+    lines += [f"- {text}" for text in facts.todo]
+    if lines:
         parts += ["## What to try next", "\n".join(lines)]
     if facts.layers:
-        head = ["layer", "op", "bits", "range", "SQNR of the output", "bytes", "MACs", "runs"]
+        head = [
+            "layer",
+            "op",
+            "bits",
+            "scheme",
+            "range",
+            "clipped",
+            "output SQNR",
+            "own SQNR",
+            "bytes",
+            "MACs",
+        ]
+        head += ["runs in"]
         rows = [
-            [x.name, x.op, x.bits or x.state, x.range, decibel(x.effect), size(x.bytes) if x.bytes else "",
+            [x.name, x.op, x.bits or x.state, x.scheme or x.how, x.range, x.clipped, decibel(x.effect),
+             decibel(x.own), f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "",
              count(x.macs) if x.macs else "", x.backend]
             for x in facts.layers
         ]  # fmt: skip
         parts += ["## Layers", _table(head, rows)]
+    if facts.graph is not None and facts.graph.mermaid:
+        parts += ["## Graph", f"```mermaid\n{facts.graph.mermaid.strip()}\n```"]
     if facts.pruned:
         rows = [[name, str(before), str(after)] for name, before, after in facts.pruned]
-        parts += ["## Channels", _table(["layer", "before", "after"], rows)]
+        parts += ["## Channels before and after", _table(["layer", "before", "after"], rows)]
     if facts.certificate:
         parts += ["## Certificate", "```text\n" + "\n".join(facts.certificate) + "\n```"]
     if facts.notes:

@@ -1,0 +1,196 @@
+"""`sparsebit llm`: quantize a language model by its folder, measure its perplexity, talk to it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsebit.cli import options
+from sparsebit.cli.app import app
+from sparsebit.cli.output import InputError, say, show
+from sparsebit.cli.progress import status
+
+llm = typer.Typer(no_args_is_help=True, help="Quantize, measure and try language models.")
+app.add_typer(
+    llm, name="llm", epilog="Example: sparsebit llm quantize models/llama --data text.txt -o runs/w4"
+)
+
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="a model as transformers saves it", show_default=False)
+]
+Text = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="a .txt file, or an .npy file of tokens", show_default=False),
+]
+Length = Annotated[int, typer.Option(min=2, help="tokens of a sequence")]
+
+
+@llm.command(epilog="Example: sparsebit llm quantize models/llama --data text.txt --bits 4 -o runs/w4")
+def quantize(
+    folder: Folder,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="a new folder", show_default=False)
+    ],
+    data: Text = None,
+    method: Annotated[str, typer.Option(help="gptq, or rtn, which needs no data")] = "gptq",
+    bits: Annotated[int, typer.Option(help="2, 3, 4 or 8")] = 4,
+    group_size: Annotated[int, typer.Option(help="weights that share a scale; -1: whole rows")] = 128,
+    candidate_bits: Annotated[
+        str | None, typer.Option(metavar="LIST", help="2,3,4: a width per layer from these")
+    ] = None,
+    average_bits: Annotated[float | None, typer.Option(help="what the candidates take on average")] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="compressed-tensors, or gptq: both run in vLLM and transformers")
+    ] = "compressed-tensors",
+    samples: Annotated[int, typer.Option(min=1, help="sequences of the data that are used")] = 128,
+    length: Length = 512,
+    resume: options.Resume = False,
+    json: options.Json = False,
+) -> None:
+    """Quantize the decoder blocks of a language model, and write a checkpoint that others load.
+
+    The model is read block by block, so it need not fit into memory.
+    """
+    from sparsebit.cli.run import again
+    from sparsebit.cli.text import model_folder
+
+    source = model_folder(folder)
+    widths = _widths(candidate_bits)
+    _check_output(output, resume)
+    from sparsebit import llm as library
+
+    batches = None if data is None else _batches(source, data, samples, length)
+    try:
+        report = library.quantize(
+            source, batches, save=output, method=method, bits=bits, group_size=group_size,
+            format=form, candidate_bits=widths, average_bits=average_bits,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        say(f"\ninterrupted; finished blocks are kept. Go on with:\n  {again()}")
+        raise
+    facts = {"average_bits": report.average_bits, "stored_bits": report.stored_bits, "layers": report.layers}
+    result = {"ok": True, "folder": str(output), "seconds": report.seconds, **facts}
+    show(result, f"{report}\nwritten to   {output}", json)
+
+
+@llm.command("eval", epilog="Example: sparsebit llm eval runs/w4 --data test.txt")
+def evaluate(
+    folder: Folder,
+    data: Text = None,
+    length: Length = 512,
+    json: options.Json = False,
+) -> None:
+    """Measure the perplexity of a model, quantized or not, on a text; less is better."""
+    import math
+
+    from sparsebit.cli.text import check_vocabulary, load_model, model_folder, read_tokens
+
+    source = model_folder(folder)
+    if data is None:
+        raise InputError("--data: perplexity of which text? give a .txt file, or an .npy file of tokens")
+    from sparsebit.graph.feeding import tracked
+    from sparsebit.llm import perplexity
+
+    with status("loading the model and the text"):
+        tokens, model = read_tokens(data, source), load_model(source)
+    check_vocabulary(data, tokens, model.config)
+    rows = [r for r in (tokens.split(length) if tokens.dim() == 1 else tokens) if len(r) > 1]
+    total = sum(math.log(perplexity(model, r[None])) * (len(r) - 1) for r in tracked(rows, None, "measuring"))
+    count = sum(len(r) - 1 for r in rows)
+    value = math.exp(total / count)
+    result = {"perplexity": value, "predicted": count, "length": length}
+    show(result, f"perplexity   {value:.4g} over {count} tokens, sequences of {length}", json)
+
+
+@llm.command(epilog='Example: sparsebit llm chat runs/w4 --prompt "Once upon a time"')
+def chat(
+    folder: Folder,
+    prompt: Annotated[str | None, typer.Option(help="answer this, and end", show_default=False)] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.0,
+    json: options.Json = False,
+) -> None:
+    """Let a model, quantized or not, go on with a prompt; without --prompt, line by line until Ctrl-D."""
+    from sparsebit.cli.text import load_model, load_tokenizer, model_folder
+
+    source = model_folder(folder)
+    if json and prompt is None:
+        raise InputError("--json: needs a --prompt")
+    with status("loading the model"):
+        tokenizer, model = load_tokenizer(source), load_model(source)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    ways = {"max_new_tokens": max_tokens, **sampling}
+    if prompt is not None:
+        result = _answer(model, tokenizer, prompt, ways, quiet=json)
+        if json:
+            show(result, "", json)
+        return
+    while (line := _line()) is not None:
+        if line.strip():
+            _answer(model, tokenizer, line, ways, quiet=False)
+
+
+def _answer(model: Any, tokenizer: Any, prompt: str, ways: dict[str, Any], quiet: bool) -> dict[str, Any]:
+    """Printed while it comes, unless `quiet`; by the chat template of the model where it has one."""
+    import torch
+    from transformers import TextStreamer
+
+    templated = getattr(tokenizer, "chat_template", None)
+    message = [{"role": "user", "content": prompt}]
+    text = (
+        tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        if templated
+        else prompt
+    )
+    given = tokenizer(text, return_tensors="pt", add_special_tokens=not templated)["input_ids"]
+    if not given.numel():
+        raise InputError("--prompt: has no tokens")
+    streamer = (
+        None if quiet else TextStreamer(tokenizer, skip_prompt=bool(templated), skip_special_tokens=True)
+    )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    start = time.perf_counter()
+    with torch.no_grad():
+        out = model.generate(
+            given, attention_mask=torch.ones_like(given), streamer=streamer, pad_token_id=pad, **ways
+        )
+    seconds, new = time.perf_counter() - start, out[0, given.shape[1] :]
+    answer = tokenizer.decode(new, skip_special_tokens=True)
+    return {"prompt": prompt, "answer": answer, "tokens": len(new), "tokens_per_second": len(new) / seconds}
+
+
+def _line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _batches(folder: Path, data: str, samples: int, length: int) -> list[Any]:
+    from transformers import AutoConfig
+
+    from sparsebit.cli.objects import call
+    from sparsebit.cli.text import check_vocabulary, read_tokens, windows
+
+    with status("reading the text"):
+        tokens = read_tokens(data, folder)
+    check_vocabulary(data, tokens, call(str(folder), lambda: AutoConfig.from_pretrained(folder)))
+    return windows(tokens, length, samples)
+
+
+def _widths(text: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--candidate-bits: expected widths such as 2,3,4, got {text!r}") from None
+
+
+def _check_output(folder: Path, resume: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output {folder}: is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not resume:
+        raise InputError(f"--output {folder}: is not empty; name a new folder, or go on with --resume")

@@ -1,0 +1,214 @@
+"""The model of a run beside the float one: run time of their ONNX files, and a metric.
+
+The files run in turn and the best round of each counts, so that other work on the machine costs both the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsebit.cli.inputs import example_of
+from sparsebit.cli.objects import call, find_object
+from sparsebit.cli.output import InputError, one_line, say
+from sparsebit.cli.progress import status
+from sparsebit.cli.run import Run
+from sparsebit.errors import ExportError
+
+SECONDS, ROUNDS = 2.0, 50  # at most, for both files together
+log = logging.getLogger("sparsebit")
+
+
+def compare(run: Run, net: Any, small: Any, batches: list[Any], file: Path, metric: str | None) -> None:
+    """The steps `metric` and `latency`, where they are not finished and can be."""
+    if not run.done("metric"):
+        found = measure_metric(net, small, batches, metric)
+        if found is not None:
+            run.finish("metric", **found)
+    if not run.done("latency") and run.done("export"):
+        found = measure_latency(net, batches, file)
+        if found is not None:
+            run.finish("latency", **found)
+
+
+def results(run: Run) -> dict[str, Any]:
+    """What was measured, for --json and for people."""
+    return {step: run.about["steps"][step] for step in ("metric", "latency") if run.done(step)}
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    found = []
+    if "metric" in result:
+        facts = result["metric"]
+        found.append(f"{facts['name']:<12} {facts['float']:.4g} -> {facts['new']:.4g}")
+    if "latency" in result:
+        facts = result["latency"]
+        old, new = facts["milliseconds"]["float"], facts["milliseconds"]["new"]
+        found.append(
+            f"latency      {old:.3g} ms -> {new:.3g} ms in onnxruntime, batch of {facts['batch']}, "
+            f"{facts['cores']} cores"
+        )
+    return found
+
+
+# -- latency ---------------------------------------------------------------------------------------------
+def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] | None:
+    """Milliseconds of the float file, which is written for this only, and of `file`; None if it cannot be."""
+    from torch import nn
+
+    from sparsebit.cli.work import batch_axes
+    from sparsebit.export.plain import export_module
+
+    if not isinstance(net, nn.Module):
+        log.info("no latency: the float model is an exported program, which is not written as ONNX")
+        return None
+    example = example_of(net, batches[0])
+    try:
+        with tempfile.TemporaryDirectory() as folder, status("timing the float and the new file"):
+            plain = Path(folder) / "float.onnx"
+            export_module(net, example, plain, dynamic_axes=batch_axes(net, example))
+            return best_times({"float": plain, "new": file}, example)
+    except (ExportError, OSError) as error:  # a float file that cannot be written costs only its time
+        log.info("no latency: %s", error)
+        say(f"no latency: the float model cannot be written as ONNX: {one_line(error)}")
+        return None
+
+
+def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
+    """Milliseconds by name, on one sample where the files take batches of any size."""
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    from sparsebit.export.runtime import feeds, run
+
+    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+    sessions = {name: _session(file) for name, file in files.items()}
+    shapes = [i.shape for s in sessions.values() for i in s.get_inputs()]
+    if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
+    given = {name: feeds(s, args, kwargs) for name, s in sessions.items()}
+    best = dict.fromkeys(files, float("inf"))
+    for name, loaded in sessions.items():
+        run(loaded, given[name])  # memory is laid out in the first run
+    for _ in _rounds():
+        for name, loaded in sessions.items():
+            start = time.perf_counter()
+            run(loaded, given[name])
+            best[name] = min(best[name], (time.perf_counter() - start) * 1000)
+    first = next(iter(given["new"].values()), None)
+    batch = len(first) if first is not None and first.ndim else 1
+    return {"milliseconds": best, "batch": batch, "cores": len(_cores()), "machine": machine()}
+
+
+def _rounds() -> Iterator[int]:
+    started = time.perf_counter()
+    for i in range(ROUNDS):
+        if i >= 3 and time.perf_counter() - started > SECONDS:
+            return
+        yield i
+
+
+def _session(file: Path) -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = len(_cores())
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    try:
+        return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's own classes
+        raise ExportError(f"{file}: onnxruntime does not load the file: {one_line(error)}") from None
+
+
+def _cores() -> list[int]:
+    """Those this process may use."""
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
+
+
+def machine() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+# -- metric ----------------------------------------------------------------------------------------------
+def check_metric(spec: str | None) -> None:
+    """Before any work: is it a function?"""
+    if spec is not None and not callable(find_object(spec)):
+        raise InputError(f"--metric {spec}: is no function; write one that takes (model, batches)")
+
+
+def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:
+    """`spec(model, batches)` of both models, or the share of right labels where the batches have labels."""
+    from torch import export
+
+    net = net.module() if isinstance(net, export.ExportedProgram) else net
+    name, samples = "top-1", sum(len(y) for y in _labels(net, batches))
+    if spec is not None:
+        name, samples = spec.rpartition(":")[2], 0  # which samples it takes is its own affair
+    elif not samples:
+        return None
+    with status(f"measuring {name}"):
+        values = [_value(spec, model, batches) for model in (net, small)]
+    if None in values:
+        return None
+    return {"name": name, "float": values[0], "new": values[1], "samples": samples}
+
+
+def _value(spec: str | None, model: Any, batches: list[Any]) -> float | None:
+    import torch
+
+    with torch.no_grad():
+        if spec is None:
+            return _top1(model, batches)
+        function = find_object(spec)
+        found = call(f"--metric {spec}", lambda: function(model, batches))
+    try:
+        return float(found)
+    except (TypeError, ValueError):
+        raise InputError(f"--metric {spec}: gave a {type(found).__name__}; it must give a number") from None
+
+
+def _labels(model: Any, batches: list[Any]) -> list[Any]:
+    """What stands behind the inputs of a tuple: whole numbers, one per sample. [] if a batch has none."""
+    import torch
+
+    found = []
+    for batch in batches:
+        inputs = example_of(model, batch)
+        rest = batch[len(inputs) :] if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple) else ()
+        if len(rest) != 1 or not isinstance(rest[0], torch.Tensor) or rest[0].is_floating_point():
+            return []
+        if rest[0].dim() != 1 or len(rest[0]) != len(inputs[0]):
+            return []
+        found.append(rest[0])
+    return found
+
+
+def _top1(model: Any, batches: list[Any]) -> float | None:
+    """In per cent; None if the model gives no scores per class."""
+    import torch
+
+    right = count = 0
+    for batch, labels in zip(batches, _labels(model, batches)):
+        scores = model(*example_of(model, batch))
+        if not isinstance(scores, torch.Tensor) or scores.dim() != 2 or len(scores) != len(labels):
+            return None
+        right += int((scores.argmax(1) == labels.to(scores.device)).sum())
+        count += len(labels)
+    return 100 * right / count

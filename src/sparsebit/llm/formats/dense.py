@@ -1,0 +1,33 @@
+"""dense: plain float weights, as every reader of safetensors expects them; what pruning methods are saved in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.errors import ExportError
+from sparsebit.llm.formats import FORMATS, Format
+from sparsebit.numeric.spec import QuantSpec
+from sparsebit.numeric.wanda import PrunedWeight
+
+
+@FORMATS.register()
+class Dense(Format):
+    TYPE = "dense"
+    suffixes = ("weight",)
+    plain = True
+
+    def encode(self, q: Any) -> dict[str, Tensor]:
+        if not isinstance(q, PrunedWeight):
+            raise ExportError("dense: holds pruned float weights, not codes; choose another format")
+        return {"weight": q.weight}
+
+    def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> PrunedWeight:
+        return PrunedWeight(tensors["weight"])
+
+    def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
+        return {}  # nothing is quantized: config.json says nothing of it
+
+    def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
+        return {}

@@ -1,0 +1,36 @@
+"""How figures are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def decibel(value: Any) -> str:
+    if value is None:
+        return ""
+    number = float(value)
+    return "exact" if number == float("inf") else f"{number:.1f} dB"
+
+
+def size(n: float) -> str:
+    return f"{n:.0f} B" if n < 1000 else f"{count(n)}B"
+
+
+def count(n: float) -> str:
+    """12345678 -> 12.3 M."""
+    for unit in ("", " k", " M"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g} G"
+
+
+def share(part: float | None) -> str:
+    """0.0123 -> 1.2 %; nothing for None."""
+    if part is None:
+        return ""
+    return "none" if part == 0 else f"{100 * part:.2g} %"
+
+
+def span(low: float, high: float) -> str:
+    return f"{low:.3g} … {high:.3g}"

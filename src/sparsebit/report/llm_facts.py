@@ -1,0 +1,49 @@
+"""What a checkpoint of `sparsebit llm quantize` has to say, from its run.json and the sizes of its files.
+
+The error of a layer is noted as the share of its output's energy, so its SQNR is -10 log10 of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsebit.report.facts import HURT_MOST, Facts, Layer
+from sparsebit.report.figures import decibel, size
+
+
+def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
+    facts = Facts(folder.resolve().name, "llm quantize", version, settings=about["run"])
+    method = about["run"]["method"]
+    facts.layers = [_layer(name, method, row) for name, row in about["layers"].items()]
+    if not (folder / "config.json").is_file():
+        facts.todo.append("This run is not finished: repeat its command with --resume.")
+    facts.headline = list(_headline(folder, about))
+    facts.todo += list(_worst(facts.layers))
+    facts.notes = [f"{name}: {row['note']}" for name, row in about["layers"].items() if "note" in row]
+    return facts
+
+
+def _layer(name: str, method: str, row: dict[str, Any]) -> Layer:
+    error = row.get("error")
+    own = None if error is None else -10 * math.log10(error) if error > 0 else math.inf
+    return Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", method, own=own)
+
+
+def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    widths = Counter(row["bits"] for row in about["layers"].values())
+    text = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items()))
+    yield "Layers", str(sum(widths.values())), text
+    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    yield "Checkpoint", size(sum(files)), f"{len(files)} files, {about['run']['format']}"
+
+
+def _worst(layers: list[Layer]) -> Iterator[str]:
+    known = sorted((x for x in layers if x.own is not None), key=lambda x: x.own or 0)[:HURT_MOST]
+    for x in known:
+        yield f"{x.name} changed most: {decibel(x.own)} at {x.bits[1:]} bits."
+    if known:
+        yield "Give such layers more bits than others: `--candidate-bits 2,3,4,8 --average-bits 4`."

@@ -1,0 +1,200 @@
+"""The first hour of a new user: install the wheel, and use the real command in a pseudo-terminal.
+
+Nothing is downloaded; screenshots go to SPARSEBIT_SCREENSHOTS, or into the test's own folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, dom, screenshot
+
+pty = pytest.importorskip("pty")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+ASSETS = Path(os.environ.get("SPARSEBIT_ASSETS", ROOT.parent / "shared" / "assets"))
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+class Terminal:
+    """Types a command line; what comes back is what a person sees, without colours."""
+
+    def __init__(self, folder: Path, packages: Path):
+        self.folder, self.packages = folder, packages
+
+    def type(self, line: str, timeout: int = 150) -> tuple[int, str]:
+        master, slave = pty.openpty()
+        env = {
+            **os.environ, "PYTHONPATH": str(self.packages), "TERM": "xterm", "COLUMNS": "200", "LINES": "50",
+            "PATH": os.pathsep.join([str(self.packages / "bin"), os.environ["PATH"]]),
+        }  # fmt: skip
+        process = subprocess.Popen(
+            line,
+            shell=True,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=self.folder,
+            env=env,
+            close_fds=True,
+        )
+        os.close(slave)
+        shown = bytearray()
+        reader = threading.Thread(target=_collect, args=(master, shown), daemon=True)
+        reader.start()
+        code = process.wait(timeout)
+        reader.join(10)
+        os.close(master)
+        return code, ESCAPES.sub("", shown.decode(errors="replace"))
+
+    def good(self, line: str) -> str:
+        code, shown = self.type(line)
+        assert code == 0, f"{line}\n{shown}"
+        return shown
+
+
+def _collect(master: int, shown: bytearray) -> None:
+    while True:
+        try:
+            part = os.read(master, 65536)
+        except OSError:  # nobody writes any more
+            return
+        if not part:
+            return
+        shown.extend(part)
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory) -> Terminal:
+    """The wheel, built and installed as pip does it, into a folder of its own."""
+    for package in ("hatchling", "pip"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"building and installing the wheel needs {package}")
+    folder = tmp_path_factory.mktemp("hour")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (folder / "dist").glob("sparsebit-*.whl")
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+    ]
+    subprocess.run([*install, "--target", str(folder / "site"), str(wheel)], check=True, capture_output=True)
+    (folder / "work").mkdir()
+    return Terminal(folder / "work", folder / "site")
+
+
+def test_the_wheel_is_what_runs(terminal):
+    code = "import sparsebit; print(sparsebit.__file__)"
+    assert str(terminal.packages) in terminal.good(f"{sys.executable} -c '{code}'")
+    assert (terminal.packages / "sparsebit/py.typed").exists()
+    shown = terminal.good("sparsebit --help")
+    assert "quantize" in shown and "llm" in shown
+    version = terminal.good("sparsebit --version")
+    assert version == terminal.good(f"{sys.executable} -m sparsebit --version") and version.strip()
+
+
+def test_demo(terminal):
+    pytest.importorskip("sklearn")
+    shown = terminal.good("sparsebit demo")
+    assert "float32" in shown and "W8A8" in shown and "pruned" in shown
+
+
+# -- MobileNetV2 -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def mobilenet(terminal) -> str:
+    """The words that name the model: the architecture in a file, its weights in another."""
+    for package in ("onnxruntime", "onnxscript", "PIL"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+    if not (ASSETS / "mobilenet_v2").is_dir():
+        pytest.skip(f"no assets at {ASSETS}; set SPARSEBIT_ASSETS to the folder with real weights")
+    (weights,) = (ASSETS / "mobilenet_v2").glob("*.pth")
+    with zipfile.ZipFile(ASSETS / "imagenet1k_256.zip") as archive:
+        names = sorted(n for n in archive.namelist() if n.lower().endswith((".jpeg", ".jpg")))
+        for name in names[::63]:
+            file = terminal.folder / "images" / Path(name).name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(archive.read(name))
+    shutil.copy(ROOT / "benchmarks/assets.py", terminal.folder / "mobilenet.py")
+    shutil.copy(weights, terminal.folder)
+    return f"mobilenet.py:MobileNetV2 --weights {weights.name} --input-shape 4,3,224,224"
+
+
+def test_mobilenet(terminal, mobilenet, tmp_path):
+    shown = terminal.good(f"sparsebit check {mobilenet}")
+    assert "64 quantized" in shown and "100.0 % in integers" in shown.replace("100 %", "100.0 %")
+    shown = terminal.good(f"sparsebit quantize {mobilenet} --data images --batch-size 4 -o runs/w8a8")
+    assert re.search(r"^certificate +holds", shown, re.MULTILINE) and re.search(
+        r"^latency +\d", shown, re.MULTILINE
+    )
+    assert "calibrating" in shown  # there was a bar
+    shown = terminal.good("sparsebit verify runs/w8a8/model.onnx")
+    assert re.search(r"^certificate +holds", shown, re.MULTILINE)
+    assert "wrote runs/w8a8/report.html" in terminal.good("sparsebit report runs/w8a8")
+    look_at(terminal.folder / "runs/w8a8/report.html", tmp_path)
+
+
+def look_at(report: Path, folder: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip("the rest needs chromium (Debian: apt-get install chromium)")
+    text = dom(report, folder, (1200, 2600))
+    assert "features_17_conv_2" in text and "in onnxruntime" in text and text.count("<button") >= 11
+    shots = Path(os.environ.get("SPARSEBIT_SCREENSHOTS", folder))
+    shots.mkdir(parents=True, exist_ok=True)
+    for name, size, dark in (
+        ("desk", (1200, 2600), False),
+        ("dark", (1200, 2600), True),
+        ("phone", (390, 2600), False),
+    ):
+        screenshot(report, shots / f"mobilenet-{name}.png", folder, size, dark)
+        assert (shots / f"mobilenet-{name}.png").stat().st_size > 50_000  # not an empty page
+
+
+# -- ten mistakes ----------------------------------------------------------------------------------------
+MISTAKES = {
+    "a key": (
+        "QUANTIZER: {TYPE: uniform, BIT: 8}",
+        "QUANTISER: {TYPE: uniform}",
+        "W.QUANTISER",
+        "QUANTIZER?",
+    ),
+    "an option": ("BIT: 8", "BITS: 8", "W.QUANTIZER.BITS", "did you mean BIT?"),
+    "a word for a number": ("BIT: 8", "BIT: eight", "W.QUANTIZER.BIT", "expected an integer"),
+    "too wide": ("BIT: 8", "BIT: 80", "W.QUANTIZER.BIT", "less than or equal to 16"),
+    "an observer": ("TYPE: mean_minmax", "TYPE: mean_minmx", "A.OBSERVER.TYPE", "did you mean mean_minmax?"),
+    "a scheme": ("per-tensor-affine", "per-tensor", "A.QSCHEME", "per-tensor-affine"),
+    "a backend": ("BACKEND: onnxruntime", "BACKEND: onnx_runtime", "BACKEND", "did you mean onnxruntime?"),
+    "a switch": ("FUSE_BN: true", "FUSE_BN: often", "SCHEDULE.FUSE_BN", "true or false"),
+    "a section": ("SCHEDULE:", "SCHEDUEL:", "SCHEDUEL", "did you mean SCHEDULE?"),
+    "a bracket": ("BIAS_CORRECTION: true}", "BIAS_CORRECTION: true", "qconfig.yaml: line", "YAML"),
+}
+
+
+def test_ten_mistakes_get_ten_answers(terminal):
+    """Each is one line that names the key and the fix."""
+    terminal.good("sparsebit config init --preset w8a8 --output qconfig.yaml")
+    assert "qconfig.yaml: ok" in terminal.good("sparsebit config check qconfig.yaml")
+    file = terminal.folder / "qconfig.yaml"
+    right = file.read_text()
+    assert len(MISTAKES) == 10
+    for what, (old, new, key, fix) in MISTAKES.items():
+        assert old in right, what
+        file.write_text(right.replace(old, new, 1))
+        code, shown = terminal.type("sparsebit config check qconfig.yaml")
+        lines = [line for line in shown.splitlines() if line.strip()]
+        assert code == 2 and len(lines) == 1 and lines[0].startswith("error: "), (what, shown)
+        assert key in lines[0] and fix in lines[0], (what, lines[0])

@@ -1,0 +1,211 @@
+"""`sparsebit llm`: a tiny Llama with a tokenizer of words, from its folder to an answer.
+
+Needs transformers; what must work without it is tested at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llm_files import WORDS, tiny_llama
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,
+    reason="transformers is not installed (pip install 'sparsebit[llm]')",
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("llama"))
+
+
+@needs_transformers
+def test_quantize_eval_chat(llama, tmp_path, sparsebit):
+    out = tmp_path / "w4"
+    done = sparsebit(
+        f"llm quantize {llama / 'model'} --data {llama / 'text.txt'} --group-size 16 --length 32 --samples 8 "
+        f"-o {out} --json"
+    )
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)
+    assert facts["average_bits"] == 4 and len(facts["layers"]) == 14
+
+    done = sparsebit(f"llm eval {out} --data {llama / 'text.txt'} --length 32 --json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["predicted"] == 600 - math.ceil(600 / 32)
+    assert found["perplexity"] == pytest.approx(reference(out, llama / "text.txt", 32), rel=1e-4)
+
+    for style in ("html", "md", "json"):
+        assert sparsebit(f"report {out} --format {style}").code == 0
+    worst = min(json.loads((out / "report.json").read_text())["layers"], key=lambda x: x["own"])
+    assert worst["own"] == pytest.approx(-10 * math.log10(max(x["error"] for x in facts["layers"].values())))
+    page = (out / "report.html").read_text("utf-8")
+    assert "14 at 4 bits" in page and worst["name"] in page and "--candidate-bits" in page
+
+    done = sparsebit("llm", "chat", out, "--prompt", "the cat", "--max-tokens", "5", "--json")
+    answer = json.loads(done.out)
+    assert done.code == 0 and answer["tokens"] <= 5 and set(answer["answer"].split()) <= {*WORDS, "<unk>"}
+    done = sparsebit("llm", "chat", out, "--prompt", "the cat", "--max-tokens", "5")
+    assert done.out.startswith("the cat") and answer["answer"].strip() in done.out
+
+
+def reference(folder: Path, text: Path, length: int) -> float:
+    """The formula, written down again."""
+    from sparsebit import llm
+
+    transformers = importlib.import_module("transformers")
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"]
+    model, losses = llm.load(folder), []
+    for start in range(0, len(tokens), length):
+        row = torch.tensor([tokens[start : start + length]])
+        with torch.no_grad():
+            scores = model(row).logits[0].double().log_softmax(-1)
+        losses += [-scores[i, row[0, i + 1]].item() for i in range(row.shape[1] - 1)]
+    return math.exp(sum(losses) / len(losses))
+
+
+@needs_transformers
+def test_float_models_and_tokens(llama, tmp_path, sparsebit):
+    """Widths by layer, no data for rtn, tokens as an array, and the float model for comparison."""
+    tokens = np.random.default_rng(1).integers(4, 22, (6, 24))
+    np.save(tmp_path / "tokens.npy", tokens)
+    data, model = tmp_path / "tokens.npy", llama / "model"
+    done = sparsebit(
+        f"llm quantize hf:{model} --data {data} --candidate-bits 2,4,8 --average-bits 4 --group-size 16 "
+        f"--format gptq -o {tmp_path / 'mixed'}"
+    )
+    assert done.code == 0, done.err
+    assert "written to" in done.out
+    done = sparsebit(
+        f"llm quantize {model} --method rtn --bits 8 --group-size 16 -o {tmp_path / 'rtn'} --json"
+    )
+    assert done.code == 0 and json.loads(done.out)["average_bits"] == 8
+    values = [
+        json.loads(sparsebit(f"llm eval {folder} --data {data} --json").out)["perplexity"]
+        for folder in (model, tmp_path / "rtn")
+    ]
+    assert values[0] == pytest.approx(values[1], rel=0.01) and values[0] != values[1]
+
+
+@needs_transformers
+def test_talking_line_by_line(llama, sparsebit, monkeypatch):
+    lines = ["the cat", "", "a big dog"]
+
+    def type_line(prompt: str) -> str:
+        if not lines:
+            raise EOFError  # Ctrl-D
+        return lines.pop(0)
+
+    monkeypatch.setattr("builtins.input", type_line)
+    done = sparsebit("llm", "chat", llama / "model", "--max-tokens", "3")
+    assert done.code == 0 and "the cat" in done.out and "a big dog" in done.out
+
+
+BAD = {
+    "llm quantize nowhere -o out": ["nowhere: is no folder with a config.json"],
+    "llm quantize {model} -o out": ["gptq needs calibration data"],
+    "llm quantize {model} --data no.txt -o out": ["no.txt: no such file", ".npy"],
+    "llm quantize {model} --data empty.txt -o out": ["empty.txt: has 0 tokens"],
+    "llm quantize {model} --data bytes.txt -o out": ["bytes.txt: not a text file in UTF-8"],
+    "llm quantize {model} --data floats.npy -o out": ["floats.npy: holds float64 of shape 2x3"],
+    "llm quantize {model} --data other.npy -o out": ["the token 99, but the model knows 32", "tokenizer"],
+    "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
+    "llm quantize {model} --data text.txt --method gtpq -o out": ["did you mean gptq?"],
+    "llm quantize {model} --data text.txt --format awq -o out": ["format", "known:"],
+    "llm quantize {model} --data text.txt --candidate-bits two -o out": ["--candidate-bits: expected widths"],
+    "llm quantize {model} --data text.txt -o full": ["--output full: is not empty", "--resume"],
+    "llm eval {model}": ["--data: perplexity of which text?"],
+    "llm eval full --data text.txt": ["full: is no folder with a config.json"],
+    "llm chat {model} --json": ["--json: needs a --prompt"],
+    "llm chat bare --prompt hello": ["bare: its tokenizer: failed"],
+}
+
+
+@needs_transformers
+@pytest.mark.parametrize("command", BAD)
+def test_bad_inputs(llama, tmp_path, monkeypatch, sparsebit, command):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text((llama / "text.txt").read_text())
+    Path("empty.txt").write_text("")
+    Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
+    np.save("floats.npy", np.zeros((2, 3)))
+    np.save("other.npy", np.full((2, 8), 99))
+    for name in ("full", "bare"):
+        Path(name).mkdir()
+    Path("full/notes").write_text("mine")
+    Path("bare/config.json").write_text((llama / "model/config.json").read_text())
+    done = sparsebit(command.format(model=llama / "model"))
+    lines = done.err.strip().splitlines()
+    assert done.code == 2 and len(lines) == 1, done.err
+    assert not [words for words in BAD[command] if words not in lines[0]], lines[0]
+    assert not Path("out").exists()
+
+
+def test_missing_transformers(tmp_path, sparsebit, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "transformers" else real(name, *rest)
+    )
+    (tmp_path / "config.json").write_text("{}")
+    for words in (["quantize", tmp_path, "-o", tmp_path / "out"], ["eval", tmp_path], ["chat", tmp_path]):
+        done = sparsebit("llm", *words)
+        assert done.code == 2 and "pip install 'sparsebit[llm]'" in done.err
+
+
+@needs_transformers
+@pytest.mark.slow
+def test_ctrl_c_leaves_blocks_that_are_not_made_again(llama, tmp_path):
+    """SIGINT as soon as the first block is on disk; the end is the same as without."""
+    words = ["llm", "quantize", str(llama / "model"), "--data", str(llama / "text.txt"), "--group-size", "16",
+             "--length", "32", "--samples", "8", "-o"]  # fmt: skip
+    start = (
+        "import sys; sys.path.insert(0, {zoo!r}); __import__('zoo_shim').install()\n"
+        "import sparsebit.llm.store as store, time\nwrite = store.Store.write\n"
+        "def slow(self, block, *rest):\n    write(self, block, *rest)\n    time.sleep({wait})\n"
+        "store.Store.write = slow\n"
+        "from sparsebit.cli import main\nsys.exit(main())"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+
+    def begin(wait: int, *more: str) -> subprocess.Popen:
+        code = start.format(zoo=str(ROOT / "tests/zoo"), wait=wait)
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *words, *more], stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=env,
+        )  # fmt: skip
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    process = begin(60, str(cut))
+    for _ in range(600):
+        if list(cut.glob("*.safetensors")):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    again = err.strip().splitlines()[-1].strip()
+    assert again == f"sparsebit {shlex.join([*words, str(cut)])} --resume"
+    stamp = next(cut.glob("*.safetensors")).stat().st_mtime_ns
+    for folder, more in ((cut, ["--resume"]), (whole, [])):
+        process = begin(0, str(folder), *more)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert stamp in [file.stat().st_mtime_ns for file in cut.glob("*.safetensors")]
+    for file in whole.glob("*.safetensors"):
+        assert file.read_bytes() == (cut / file.name).read_bytes()
