@@ -1,4 +1,4 @@
-"""Commands that README and docs name in passing: the script is there, and has the options; the target is in the Makefile.
+"""Commands that README and docs name in passing: the script is there and has the options, the target is known to make.
 
 (Python blocks are run by test_docs.py, the lines of the command line by cli/test_command_page.py.)
 """
