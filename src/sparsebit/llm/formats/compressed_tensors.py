@@ -89,6 +89,10 @@ class CompressedTensors(Format):
                     w = group["weights"]
                     size = w.get("group_size") if w.get("strategy") == "group" else None
                     found[name] = spec_of(w["num_bits"], size, bool(w["symmetric"]))
+            if name not in found:
+                raise ConfigError(
+                    f"quantization_config: no config group names {name}, which is packed; complete its targets"
+                )
         return found
 
 
