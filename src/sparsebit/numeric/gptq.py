@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_index, round_to
 from sparsebit.numeric.refine import refine_grid
-from sparsebit.numeric.rtn import at_least_float, fit_grid, fit_groups, rtn
+from sparsebit.numeric.rtn import at_least_float, fit_grid, fit_groups, on_grid, rtn
 from sparsebit.numeric.spec import QuantSpec
 
 BLOCK = 128
@@ -64,7 +64,10 @@ def gptq(
         g_idx = torch.empty_like(order, dtype=torch.int32)
         g_idx[order] = group_index(w.shape[1], spec.group, w.device).int()
     found = QuantizedWeight(codes, scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
-    plain = rtn(w, h.diagonal().float(), spec, clip=clip, scale_dtype=scale_dtype, g_idx=g_idx)
+    if static is not None:
+        plain = on_grid(w, static, spec)
+    else:
+        plain = rtn(w, h.diagonal().float(), spec, clip=clip, scale_dtype=scale_dtype, g_idx=g_idx)
     found = better_rows(w, h, found, plain)
     return refine_grid(w.float(), h.float(), found, refine) if refine else found
 

@@ -29,7 +29,14 @@ def rtn(
     """`weight` on its nearest grid values; importance (inputs,) or None weighs the errors that `clip="mse"` adds up."""
     check(weight, spec)
     w = at_least_float(weight)
-    scales, zeros = fit_groups(w, importance, spec, clip, scale_dtype, g_idx)
+    return on_grid(w, fit_groups(w, importance, spec, clip, scale_dtype, g_idx), spec, g_idx)
+
+
+def on_grid(
+    w: Tensor, grid: tuple[Tensor, Tensor], spec: QuantSpec, g_idx: Tensor | None = None
+) -> QuantizedWeight:
+    """`w` on the nearest values of a grid that is known: (scales, zeros), both (rows, groups)."""
+    scales, zeros = grid
     index = group_index(w.shape[1], spec.group, w.device) if g_idx is None else g_idx.long()
     codes = round_to(w, scales.float()[:, index], zeros.float()[:, index], spec.bits)
     return QuantizedWeight(codes.to(torch.uint8), scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
