@@ -24,7 +24,7 @@ EMA = 0.997  # of the running mean of the parameters
 RECIPE = {  # bits -> learning rate, images per step, weight of the distance inside the network
     2: (0.04, 100, 5.0),
     3: (0.01, 50, 5.0),
-    4: (0.004, 50, 2.0),
+    4: (0.01, 50, 5.0),
 }
 ROWS = ["lsq W4A4", "lsq W3A3", "lsq W2A2", "lsq+ W4A4", "lsq+ W2A2", "pact W4A4", "pact W2A2", "dorefa W4A4"]
 QUANTIZERS = {  # name -> of weights, of activations
