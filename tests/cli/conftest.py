@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cli_files import fill
 
 from sparsebit.cli import main
+
+# A suite that runs in the background is started with SIGINT ignored, and hands that on to the commands it tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass
