@@ -19,7 +19,9 @@ LISTS = {"torchvision": zoo_torchvision.CASES, "timm": zoo_timm.CASES, "transfor
 ALL = [case for cases in LISTS.values() for case in cases]
 
 
-BELOW: dict[str, str] = {}  # name -> why it does not reach the bars: said in every run
+BELOW = {  # the bars stand, and these do not reach them: said in every run
+    "sequencer2d_s": "92 % of the MACs: the hidden state of an LSTM stays float",
+}
 
 
 @pytest.mark.parametrize("package, least", [("torchvision", 60), ("timm", 60), ("transformers", 25)])
@@ -45,7 +47,7 @@ def test_zoo(case: Case) -> None:
 
 def below_the_bars(row: Row) -> str:
     """What is too little, or nothing."""
-    if row.share + row.recurrent < LEAST_SHARE:
+    if row.share < LEAST_SHARE:
         return f"only {row.share:.1%} of the MACs are quantized; islands: {row.islands}"
     # untrained nets amplify any noise: only a large loss means something
     if row.db is not None and row.plain_db is not None and row.db < row.plain_db - 10:
