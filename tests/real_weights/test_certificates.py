@@ -46,7 +46,8 @@ def certify(
     record("noise_db", f"{runtime.noise_db:.1f}, noise floor {floor.noise_db:.1f}")
     record("size", f"{size:.3f} of the float weights")
     assert report.ok and sum(q.wrong for q in report.certificate.quantizers.values()) == 0
-    assert runtime.labels > 0 and runtime.labels_differ <= floor.labels_differ, str(report)
+    one_draw = report.certificate.floors[0].labels_differ  # the highest of three would be an easier bar
+    assert runtime.labels > 0 and runtime.labels_differ <= one_draw, str(report)
     assert not report.notes, report.notes  # such as: optimised, the runtime is far from the model
     return report
 
