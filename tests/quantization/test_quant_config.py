@@ -54,6 +54,7 @@ def test_defaults() -> None:
             "SPECIFIC": [],
             "QADD": {"ENABLE_QUANT": False},
             "PER_CALL": False,
+            "RNN_STATE": False,
         },
     }
     assert _C == QuantConfig() == QuantConfig.load({})

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sparsebit.export.marks import DOMAIN, KEY, OP
+from sparsebit.export.marks import CALL, DOMAIN, KEY, OP
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the modules around a node there
 MODULE = "sparsebit.module"  # in a finished file: the innermost of them
@@ -25,6 +25,11 @@ def marks_in(model: ir.Model) -> list[ir.Node]:
 
 def name_of(node: ir.Node) -> str:
     return str(node.attributes[KEY].value)
+
+
+def call_of(node: ir.Node) -> int:
+    """Which of the calls of its quantizer a mark is."""
+    return int(node.attributes[CALL].value) if CALL in node.attributes else 0
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:

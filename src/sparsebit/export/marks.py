@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsebit.numeric import QParams, QuantSpec
 
 DOMAIN, OP, KEY = "sparsebit", "FakeQuant", "quantizer"
+CALL = "call"  # which of its calls: two on the same value stay two, and in order
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Mark:
 Marks = Mapping[str, Mark]
 
 
-def emit(x: Tensor, name: str) -> Tensor:
+def emit(x: Tensor, name: str, call: int = 0) -> Tensor:
     """Called in place of rounding while the model is being exported."""
     out: Tensor = torch.onnx.ops.symbolic(
-        f"{DOMAIN}::{OP}", (x,), {KEY: name}, dtype=x.dtype, shape=x.shape, version=1
+        f"{DOMAIN}::{OP}", (x,), {KEY: name, CALL: call}, dtype=x.dtype, shape=x.shape, version=1
     )
     return out

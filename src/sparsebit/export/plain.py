@@ -25,7 +25,7 @@ from sparsebit.export.end_to_end import Comparison, Rows, answers, check_output,
 from sparsebit.export.first_difference import first_difference
 from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.runtime import Array
-from sparsebit.export.to_onnx import require, to_program
+from sparsebit.export.to_onnx import quiet, require, to_program
 from sparsebit.export.types import exporter_opset
 
 LOUD = 1e-2  # a noise floor above this lets much pass
@@ -144,14 +144,49 @@ def export_module(
     return report
 
 
+def write_program(program: Any, path: str | Path) -> None:
+    """An ExportedProgram as ONNX, for measurements: it is not compared with anything."""
+    require("onnx", "onnxscript", "onnxruntime")
+    try:
+        with quiet():
+            found = torch.onnx.export(program, dynamo=True)
+    except Exception as error:  # torch.onnx's own errors, and whatever its decompositions raise
+        raise ExportError(f"program: torch's exporter gives up: {type(error).__name__}: {error}") from error
+    files.write(found.model, Path(path))  # type: ignore[union-attr]
+
+
+def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> ExportReport:
+    """Run a file of `export_module` again, later or on another machine: the same certificate, on `batches`."""
+    require("onnx", "onnxscript", "onnxruntime")
+    import onnx
+
+    path = Path(onnx_path)
+    if not path.is_file():
+        raise ExportError(f"{path}: there is no such file")
+    proto = onnx.load(str(path), load_external_data=False)
+    told = {prop.key for prop in proto.metadata_props}
+    if "sparsebit.certificate" not in told or "sparsebit.lowered" in told:
+        what = "holds a quantized model" if "sparsebit.lowered" in told else "was not written by Sparsebit"
+        raise ExportError(
+            f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
+        )
+    _check_model(model)
+    calls = calls_of(batches, inspect.signature(model.forward), _device_of(model))
+    with torch.no_grad(), evaluating(model):
+        certificate = certify(model, None, path, calls)
+    opset = next(found.version for found in proto.opset_import if not found.domain)
+    notes = certificate.remarks()
+    return ExportReport(str(path), "", opset, "as written", files.size_of(path), certificate, notes=notes)
+
+
 def certify(model: nn.Module, program: Any, file: Path, calls: list[Call]) -> PlainCertificate:
-    """Run the file as users do, and compare; of one that differs, find the first value that does."""
+    """Run the file as users do, and compare; of one that differs, find the first value of `program` that does."""
     certificate = PlainCertificate(rounding=rounding_of(model))
     loaded = runtime.session(file)
     names = [output.name for output in loaded.get_outputs()]
     leaves = [m for m in model.modules() if not list(m.children())]
     errors = [certificate.add(names, *found) for found in answers(model, loaded, calls, leaves)]
-    if certificate.failures():
+    if certificate.failures() and program is not None:
         worst = calls[max(range(len(calls)), key=errors.__getitem__)]
         certificate.start = first_difference(model, program, file, worst, certificate.rounding)
     return certificate

@@ -17,7 +17,7 @@ import torch
 
 from sparsebit.errors import ExportError
 from sparsebit.export.blocks import TRANSPOSED
-from sparsebit.export.graph_edit import constant, insert, marks_in, name_of, replace, zeros
+from sparsebit.export.graph_edit import call_of, constant, insert, marks_in, name_of, replace, zeros
 from sparsebit.export.lowered import Clip, Lowered, Site
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container, container_bits
@@ -31,7 +31,7 @@ def lower_marks(model: ir.Model, marks: Marks) -> Lowered:
     """Replace every FakeQuant node; refuse if a quantizer got lost or an unknown one turned up."""
     lowered = Lowered()
     seen: set[str] = set()
-    for node in marks_in(model):
+    for node in sorted(marks_in(model), key=call_of):
         name = name_of(node)
         if name not in marks:
             raise ExportError(f"{name}: is in the exported graph, but is no quantizer of the model")

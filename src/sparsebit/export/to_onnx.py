@@ -43,7 +43,7 @@ def to_program(
     if isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = {name: dynamic_shapes.get(name) for name in named}
     try:
-        with _quiet(verbose):
+        with quiet(verbose):
             program = torch.onnx.export(
                 model,
                 args,
@@ -109,7 +109,7 @@ def _labels(axes: Any, name: str) -> dict[int, Any] | None:
 
 
 @contextlib.contextmanager
-def _quiet(verbose: bool) -> Iterator[None]:
+def quiet(verbose: bool = False) -> Iterator[None]:
     """torch's exporter talks about packages that are not there, its own plans, and every failed attempt."""
     if verbose:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,7 +45,7 @@ def export_onnx(
     args, kwargs = call_of(dummy, signature, qmodel.device)
     extra_info = options.pop("extra_info", False)
     opset, reason = runtime.opset(marks, options.pop("opset_version", 13))
-    with exporting(qmodel, lambda q, x: emit(x if marks[q.name].is_weight else q.transform(x), q.name)):
+    with exporting(qmodel, _emitter(marks)):
         graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
     lowered = runtime.lower(graph, marks)
     why = why_float_of(graph)
@@ -89,6 +90,20 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     report.backend, report.opset = model.metadata_props["sparsebit.backend"], model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
     return report
+
+
+def _emitter(marks: Mapping[str, Mark]) -> Callable[[Quantizer, Tensor], Tensor]:
+    """What a quantizer does while the model is traced: leave a mark. A rounded constant is one, however often read."""
+    calls: Counter[str] = Counter()
+
+    def mark(quantizer: Quantizer, x: Tensor) -> Tensor:
+        name = quantizer.name
+        if marks[name].is_weight:
+            return emit(x, name, 0)
+        calls[name] += 1
+        return emit(quantizer.transform(x), name, calls[name])
+
+    return mark
 
 
 def collect_marks(qmodel: Any) -> dict[str, Mark]:

@@ -176,9 +176,19 @@ class ActivationConfig(TensorConfig):
     per_call: bool = Field(
         False, description="a layer that is called several times has an input range per call, not one for all"
     )
+    rnn_state: bool = Field(
+        False,
+        description="round the hidden state of LSTM, GRU and RNN at every step: a loop over time instead of one kernel",
+    )
 
 
 class QuantConfig(Config):
+    """All options of a quantization, checked when they are read; docs/config.md lists the keys.
+
+    `QuantConfig.load` takes a YAML file, a mapping or a preset's name; `override("A.OBSERVER.TYPE", "mse")` gives a
+    changed copy, `dump()` the YAML. A wrong key or value is a ConfigError that names it and says what would be right.
+    """
+
     device: Device = Field(default_factory=default_device, description="cpu, cuda, cuda:0, ...")
     backend: Literal["virtual", "onnxruntime", "tensorrt", "openvino"] = "virtual"
     skip_trace_modules: Names = Field(

@@ -1,8 +1,8 @@
 """RNN, LSTM, GRU and their cells: the input and every weight matrix are quantized, per output channel (axis 0).
 
 torch's own kernel computes with the rounded weights. The hidden state goes round inside that kernel, and inside ONNX's
-LSTM, which has no place for a quantizer and no integer form: it stays float. (Rounded step by step in a loop it costs
-no accuracy, but 1.5 to 10 times the time, and a file with one copy of the cell for each step.)
+LSTM, which has no place for a quantizer and no integer form: it stays float. A.RNN_STATE: true rounds it at every
+step, in a loop (recurrent_steps.py); for hardware that computes such layers in integers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.quantization.modules.base import QuantOpr, register_qmodule
+from sparsebit.quantization.modules.recurrent_steps import StepByStep
+from sparsebit.quantization.modules.unary import QIdentity
 
 
 class QWeight(QuantOpr):
@@ -27,6 +29,17 @@ class QWeight(QuantOpr):
 
     def forward(self) -> Tensor:
         return self.quantized_weight()
+
+
+class QState(QIdentity):
+    """The quantizer of the hidden state, where A.RNN_STATE asks for one."""
+
+    input_axis = -1
+    why_float = "A.RNN_STATE is off"
+
+    def build_quantizer(self, config: Any) -> None:
+        if config.a.rnn_state:
+            super().build_quantizer(config)
 
 
 class Recurrent(QuantOpr):
@@ -46,6 +59,9 @@ class Recurrent(QuantOpr):
                 self._parameters.pop(name, None)
                 self.__dict__.pop(name, None)
                 self._modules[name] = weight
+        self.state = QState().train(self.training)
+        # a projection shrinks the state: what it reads is another value than the state it gives
+        self.unprojected = QState().train(self.training) if getattr(self, "proj_size", 0) else None
         self._init_flat_weights()
 
     def _end_hook(self, name: str) -> None:
@@ -64,7 +80,10 @@ class Recurrent(QuantOpr):
         view.__dict__.update(vars(self), **weights)
         names = getattr(self, "_flat_weights_names", ())
         view.__dict__["_flat_weights"] = [weights[n] if n in weights else getattr(self, n) for n in names]
-        return self.kind.forward(view, self.quantized_input(input), hx)
+        if self.state.input_quantizer is None:
+            return self.kind.forward(view, self.quantized_input(input), hx)
+        with StepByStep(self.state, self.unprojected):
+            return self.kind.forward(view, self.quantized_input(input), hx)
 
     def quantized_input(self, x: Any) -> Any:
         if isinstance(x, PackedSequence):

@@ -47,7 +47,6 @@ class Measured:
 
     macs: dict[Where, int] = field(default_factory=lambda: defaultdict(int))
     quantized: dict[Where, int] = field(default_factory=lambda: defaultdict(int))
-    recurrent: int = 0  # MACs of rounded weights with a state that goes round, in float, inside a kernel
     peak: int = 0  # bytes of activations that live at once
     state: dict[Quantizer, int] = field(default_factory=dict)  # bytes of its observer's state
     cached: int = 0  # bytes that observers of the old kind add with every batch
@@ -99,7 +98,6 @@ class _Counter(TorchDispatchMode):
             inner = self._rounds_probs()
             on_grid = [inner if x is None else self.is_on_grid(x) for x in operands]
             self.result.quantized[key] += macs * all(on_grid)
-            self.result.recurrent += macs * (packet is aten.mkldnn_rnn_layer and on_grid == [False, True])
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
         if packet.__name__ in MOVES:
             source = args[0] if isinstance(args[0], (list, tuple)) else args[:1]

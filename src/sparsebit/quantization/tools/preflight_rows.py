@@ -146,7 +146,7 @@ class RowBuilder:
                 return "quantizer disabled by the config"
             if any(q.unused or q in self.measured.not_float for q in quantizers):
                 return "its input is not floating-point"
-            return "this op is not quantized" if not quantizers else "absorbed"
+            return "absorbed" if quantizers else getattr(module, "why_float", "this op is not quantized")
         if isinstance(module, MultipleInputsQuantOpr):
             if not module.wants_input_quant(self.config):
                 return "A.QADD.ENABLE_QUANT is off"
