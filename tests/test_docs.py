@@ -1,131 +1,29 @@
-"""The docs are true: every python block runs, links lead somewhere, tables say what the code says.
+"""The docs are true: links lead somewhere, tables say what the code says (test_docs_code.py runs the code).
 
 `PYTHONPATH=src python tests/test_docs.py` rewrites the generated tables of docs/config.md.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+import docs_pages
+from docs_pages import ALL_MARKDOWN, LINK, ROOT, name_of
+
 CONFIG_PAGE = ROOT / "docs" / "config.md"
 SCHEMA = ROOT / "docs" / "qconfig.schema.json"
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/howto").glob("*.md")),
-]
-TRANSLATED = {
-    ROOT / "README_zh-CN.md": ROOT / "README.md",
-    ROOT / "docs/zh/index.md": ROOT / "docs/index.md",
-    ROOT / "docs/zh/get-started.md": ROOT / "docs/get-started.md",
-    ROOT / "docs/zh/concepts.md": ROOT / "docs/concepts.md",
-}
-ALL_MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-MAX_NOT_RUN = 2
-NOT_RUN = re.compile(r"<!-- not run: \S.*-->")
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-
-
-# -- python blocks -----------------------------------------------------------------------------------------
-@dataclass
-class Block:
-    line: int  # of its first line of code, from 1
-    code: str
-    runs: bool
-
-
-def blocks_of(page: Path) -> list[Block]:
-    lines = page.read_text(encoding="utf-8").splitlines()
-    found, start = [], None
-    for i, line in enumerate(lines):
-        if start is None and line.strip() == "```python":
-            start = i + 1
-        elif start is not None and line.strip() == "```":
-            before = next((text for text in reversed(lines[: start - 1]) if text.strip()), "")
-            found.append(
-                Block(start + 1, "\n".join(lines[start:i]) + "\n", not NOT_RUN.fullmatch(before.strip()))
-            )
-            start = None
-    assert start is None, f"{page}: the python block at line {start} does not end"
-    return found
-
-
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
 
 
 @pytest.fixture
 def own_registries() -> Iterator[None]:
-    """Only what the package registers; what a page adds is gone afterwards."""
-    from sparsebit.export.backends import BACKENDS
-    from sparsebit.llm.methods import METHODS
-    from sparsebit.quantization.modules import QMODULE_MAP
-    from sparsebit.quantization.observers import OBSERVERS_MAP
-    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
-    from sparsebit.sparse.sparsers import SPARSERS_MAP
-
-    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS, SPARSERS_MAP, METHODS)
-    saved = [dict(registry._items) for registry in registries]
-    for registry in registries:
-        foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]
-        for key in foreign:
-            del registry._items[key]
-    yield
-    for registry, items in zip(registries, saved):
-        registry._items.clear()
-        registry._items.update(items)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_blocks_run(page, tmp_path, monkeypatch, own_registries):
-    scope = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, scope.__name__, scope)  # classes of the page know where they live
-    for block in blocks_of(page):
-        if block.runs:  # the blank lines make tracebacks point into the page
-            exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), vars(scope))
-
-
-def test_pages_leave_the_registries_alone():
-    from sparsebit.quantization.observers import OBSERVERS_MAP
-    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
-
-    homes = {cls.__module__ for cls in [*OBSERVERS_MAP.values(), *QUANTIZERS_MAP.values()]}
-    assert not [home for home in homes if home.startswith("page_")]
-
-
-def test_there_is_something_to_run_and_hardly_anything_is_skipped():
-    blocks = {name_of(page): blocks_of(page) for page in PAGES}
-    assert all(blocks[name] for name in blocks if name.startswith("docs/howto/")) and blocks["README.md"]
-    skipped = [f"{name}:{b.line}" for name, found in blocks.items() for b in found if not b.runs]
-    assert len(skipped) <= MAX_NOT_RUN, skipped
-
-
-def test_a_skipped_block_is_recognised(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 1\n```\n")
-    assert [(b.line, b.code, b.runs) for b in blocks_of(page)] == [
-        (2, "a = 1\n", True),
-        (7, "b = 1\n", False),
-    ]
-
-
-@pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
-def test_translations_show_the_same_code(page):
-    """Comments may be translated; what runs is the same."""
-    ours, theirs = blocks_of(page), blocks_of(TRANSLATED[page])
-    assert [ast.dump(ast.parse(b.code)) for b in ours] == [ast.dump(ast.parse(b.code)) for b in theirs]
+    with docs_pages.own_registries():
+        yield
 
 
 # -- links -------------------------------------------------------------------------------------------------

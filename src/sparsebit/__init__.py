@@ -5,6 +5,7 @@ qmodel = sparsebit.quantize(model, batches)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0.dev0"
@@ -72,7 +73,9 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    depth: int | Sequence[str] = 0,
     config: Any = None,
+    progress: bool | None = None,
 ) -> nn.Module:
     """A smaller copy of `model`, checked on `example`: the channels that matter least are removed.
 
@@ -83,7 +86,10 @@ def prune(
     batches   for those: inputs, or (inputs, target); loss(output, target), cross entropy if nothing is said.
     scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
+    depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
+              that `batches` show to matter least, narrow ones (round_to) before others; or the names of some.
     config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to and ratio.
+    progress  show bars, for batches and for the search of a budget; None: only on a terminal.
 
     It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`
     says what is left of each layer, and applies the same cut to a fresh model.
@@ -102,15 +108,22 @@ def prune(
         loss=loss,
         scope=scope,
         round_to=round_to,
+        depth=depth,
         config=config,
+        progress=progress,
     )
 
 
-def verify(onnx_path: Any, qmodel: Any, batches: Any) -> ExportReport:
-    """Check an exported file against the model again: every quantizer, every op, and the outputs, on `batches`."""
+def verify(onnx_path: Any, model: Any, batches: Any) -> ExportReport:
+    """Check an exported file against its model again, on `batches`: every quantizer, every op, and the outputs.
+
+    Of an ordinary model, pruned or not, the outputs are compared.
+    """
+    from sparsebit.export.plain import verify_module
+    from sparsebit.quantization import QuantModel
     from sparsebit.quantization.exporting import verify as check
 
-    return check(onnx_path, qmodel, batches)
+    return (check if isinstance(model, QuantModel) else verify_module)(onnx_path, model, batches)
 
 
 def __getattr__(name: str) -> Any:

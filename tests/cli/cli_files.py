@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -68,3 +69,17 @@ def state(folder: Path, name: str = "net.safetensors", **changes: torch.Tensor) 
     model = load_model(f"{folder / 'net.py'}:build")
     save_file({k: v.contiguous() for k, v in (model.state_dict() | changes).items()}, folder / name)
     return folder / name
+
+
+def net(folder: Path) -> torch.nn.Module:
+    return load_model(f"{folder / 'net.py'}:build")
+
+
+def batches(folder: Path, size: int = 4) -> list[torch.Tensor]:
+    return list(torch.from_numpy(np.load(folder / "x.npy")).split(size))
+
+
+def run_onnx(path: Path, x: torch.Tensor) -> np.ndarray:
+    ort = pytest.importorskip("onnxruntime")
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]

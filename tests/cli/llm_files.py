@@ -15,7 +15,7 @@ WORDS = [
 ]
 
 
-def tiny_llama(folder: Path) -> Path:
+def tiny_llama(folder: Path, tokens: int = 32) -> Path:
     """`folder` with `model` and `text.txt` in it."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo"))
     __import__("zoo_shim").install()  # before transformers looks for torchvision
@@ -23,7 +23,7 @@ def tiny_llama(folder: Path) -> Path:
     tokenizers = importlib.import_module("tokenizers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=tokens, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")

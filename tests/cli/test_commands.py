@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cli_files import state
+from cli_files import batches, net, run_onnx, state
 from safetensors.torch import load_file, save_file
 
 import sparsebit as library
 from sparsebit.cli.models import load_model
 from sparsebit.sparse.plan import Plan
-
-
-def net(folder: Path) -> torch.nn.Module:
-    return load_model(f"{folder / 'net.py'}:build")
-
-
-def batches(folder: Path, size: int = 4) -> list[torch.Tensor]:
-    return list(torch.from_numpy(np.load(folder / "x.npy")).split(size))
-
-
-def run_onnx(path: Path, x: torch.Tensor) -> np.ndarray:
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
 # -- quantize --------------------------------------------------------------------------------------------
@@ -174,101 +159,6 @@ def test_a_loader_is_not_drained(work):
     from sparsebit.cli.data import load_batches
 
     assert len(load_batches(f"{work}/endless.py:batches", None, None, 1, 10)) == 3
-
-
-# -- check, profile, verify, export ----------------------------------------------------------------------
-def test_check(sparsebit, work):
-    done = sparsebit("check net.py:build --input-shape 2,3,8,8 --json")
-    report = json.loads(done.out)
-    expected = library.preflight(net(work), torch.randn(2, 3, 8, 8))
-    assert report["totals"] == expected.totals
-    assert report["pruning"]["layers"] == {
-        "0": {"channels": 8, "may_go": 8},
-        "3": {"channels": 8, "may_go": 8},
-    }
-    text = sparsebit("check net.py:build --input-shape 2,3,8,8").out
-    assert str(expected) in text and "channels of 2 layers can be removed" in text
-
-
-def test_check_fails_where_nothing_is_quantized(sparsebit, work):
-    (work / "plain.py").write_text(
-        "from torch import nn\n\ndef build():\n    return nn.Sequential(nn.Flatten())\n"
-    )
-    assert sparsebit("check plain.py:build --input-shape 2,3,8,8").code == 1
-
-
-def test_models_that_fx_cannot_trace(sparsebit, work):
-    """A branch on values: an island for torch.fx, a whole graph for torch.export; the run remembers which."""
-    (work / "hard.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Hard(nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(8, 8)\n"
-        "    def forward(self, x):\n        if list(x.shape)[-1] > float(len(str(x.dtype))) - 20:\n"
-        "            x = self.fc(x)\n        return x @ x.transpose(-1, -2)\n"
-    )
-    check = lambda trace: json.loads(
-        sparsebit(f"check hard.py:Hard --input-shape 2,4,8 --trace {trace} --json").out
-    )
-    fx, export = check("fx"), check("export")
-    assert "--trace export" in sparsebit("check hard.py:Hard --input-shape 2,4,8").err
-    assert fx["islands"] and not export["islands"]
-    assert fx["totals"]["quantized_macs"] < export["totals"]["quantized_macs"] == export["totals"]["macs"]
-    np.save(work / "h.npy", np.random.rand(4, 4, 8))
-    command = "quantize hard.py:Hard --data h.npy --batch-size 2 --trace export --no-export -o run"
-    assert sparsebit(command).code == 0
-    assert sparsebit(command + " --resume").code == 0
-
-
-def test_exported_programs(sparsebit, work):
-    program = torch.export.export(net(work), (torch.randn(4, 3, 8, 8),))
-    torch.export.save(program, work / "net.pt2")
-    done = sparsebit("quantize net.pt2 --data x.npy --batch-size 4 -o run --no-export")
-    assert done.code == 0, done.err
-    refused = sparsebit("prune net.pt2 --input-shape 4,3,8,8 -o p")
-    assert refused.code == 2 and "file.py:factory" in refused.err and not (work / "p").exists()
-
-
-def test_profile(sparsebit, runs, tmp_path):
-    run = shutil.copytree(runs / "q", tmp_path / "q")
-    done = sparsebit("profile", run, "--json")
-    qmodel = library.quantize(net(runs), batches(runs))
-    expected = qmodel.profile(batches(runs)[:1])
-    assert json.loads(done.out)["total"] == pytest.approx(expected.total)
-    assert [row["name"] for row in json.loads(done.out)["rows"]] == [row.name for row in expected.rows]
-    assert json.loads((run / "profile.json").read_text()) == json.loads(done.out)
-
-
-def test_verify(sparsebit, runs, tmp_path):
-    assert sparsebit("verify", runs / "q/model.onnx").code == 0
-    import onnx
-    from onnx import numpy_helper
-
-    model = onnx.load(str(runs / "q/model.onnx"))
-    weight = next(t for t in model.graph.initializer if len(t.dims) == 4)
-    codes = numpy_helper.to_array(weight).copy()
-    codes.flat[0] ^= 3
-    weight.CopyFrom(numpy_helper.from_array(codes, weight.name))
-    onnx.save(model, str(tmp_path / "changed.onnx"))
-    done = sparsebit("verify", tmp_path / "changed.onnx", "--run", runs / "q", "--json")
-    assert done.code == 1 and json.loads(done.out)["ok"] is False
-
-
-def test_export_for_another_backend(sparsebit, runs, tmp_path):
-    done = sparsebit("export", runs / "q", "--backend", "virtual", "-o", tmp_path / "v.onnx", "--json")
-    assert done.code == 0 and json.loads(done.out)["backend"] == "virtual"
-    x = torch.randn(2, 3, 8, 8)
-    a, b = run_onnx(tmp_path / "v.onnx", x), run_onnx(runs / "q/model.onnx", x)
-    assert np.abs(a - b).max() < 0.02 * np.abs(a).max()
-
-
-def test_export_fails_with_code_1(sparsebit, runs, tmp_path, monkeypatch):
-    from sparsebit.errors import ExportError
-
-    def fail(*args, **kwargs):
-        raise ExportError("it differs\n  kept as x.failed.onnx")
-
-    monkeypatch.setattr(library.QuantModel, "export_onnx", fail)
-    done = sparsebit("export", runs / "q", "-o", tmp_path / "v.onnx")
-    assert done.code == 1 and done.err == "error: it differs; kept as x.failed.onnx\n"
 
 
 # -- prune -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import sparsebit
-from sparsebit.cli.output import show_error, show_json
+from sparsebit.cli.output import Interrupted, same, say, show_error, show_json
 from sparsebit.errors import SparsebitError
 from sparsebit.registry import Registry
 
@@ -48,10 +48,14 @@ def run(argv: Sequence[str] | None) -> int:
     Registry[Any]("command").discover("sparsebit.cli.commands")
     _warn_in_one_line()
     try:
-        return int(app(argv, prog_name="sparsebit", standalone_mode=False) or 0)
+        code = int(app(argv, prog_name="sparsebit", standalone_mode=False) or 0)
+        return _stopped(argv) if code == 130 else code
     except (SparsebitError, OSError) as error:
         return _fail(_text_of(error), argv)
-    except typer.Abort:
+    except typer.Abort:  # Ctrl-C, in older typers
+        return _stopped(argv)
+    except Interrupted as error:
+        say(f"\n{error}")
         return 130
     except Exception as error:
         if hasattr(error, "format_message"):  # what the parser refuses; older typers have click's own classes
@@ -59,6 +63,11 @@ def run(argv: Sequence[str] | None) -> int:
         traceback.print_exc()
         show_error("this is a defect of Sparsebit: please report it with the lines above")
         return 70
+
+
+def _stopped(argv: list[str]) -> int:
+    say(f"\ninterrupted; files are written whole or not at all. Start again with:\n  {same(argv)}")
+    return 130
 
 
 def _fail(text: str, argv: list[str]) -> int:

@@ -60,24 +60,30 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 # -- latency ---------------------------------------------------------------------------------------------
 def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] | None:
     """Milliseconds of the float file, which is written for this only, and of `file`; None if it cannot be."""
-    from torch import nn
-
-    from sparsebit.cli.work import batch_axes
-    from sparsebit.export.plain import export_module
-
-    if not isinstance(net, nn.Module):
-        log.info("no latency: the float model is an exported program, which is not written as ONNX")
-        return None
     example = example_of(net, batches[0])
     try:
-        with tempfile.TemporaryDirectory() as folder, status("timing the float and the new file"):
+        with tempfile.TemporaryDirectory() as folder:
             plain = Path(folder) / "float.onnx"
-            export_module(net, example, plain, dynamic_axes=batch_axes(net, example))
-            return best_times({"float": plain, "new": file}, example)
+            with status("writing the float model, to time it"):
+                _write_float(net, example, plain)
+            with status("timing the float and the new file"):
+                return best_times({"float": plain, "new": file}, example)
     except (ExportError, OSError) as error:  # a float file that cannot be written costs only its time
         log.info("no latency: %s", error)
         say(f"no latency: the float model cannot be written as ONNX: {one_line(error)}")
         return None
+
+
+def _write_float(net: Any, example: Any, path: Path) -> None:
+    from torch import nn
+
+    from sparsebit.cli.work import batch_axes
+    from sparsebit.export.plain import export_module, write_program
+
+    if isinstance(net, nn.Module):
+        export_module(net, example, path, dynamic_axes=batch_axes(net, example))
+    else:  # an exported program, which has its sizes already
+        write_program(net, path)
 
 
 def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:

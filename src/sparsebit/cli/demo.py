@@ -171,6 +171,13 @@ def quantized_lines(net: nn.Module, batches: list[Tensor], test: tuple[Tensor, T
             yield Line(preset.upper(), observer, share, weight_bytes(qmodel), took / forward)
 
 
+NEXT = """
+next: your own model. net.py holds a function build() that returns it, images is a folder of a few dozen pictures:
+  sparsebit check net.py:build --input-shape 1,3,224,224
+  sparsebit quantize net.py:build --data images --input-shape 1,3,224,224 -o runs/w8a8
+"""
+
+
 def run(quiet: bool = False) -> dict[str, Any]:
     """The demo; returns what it shows."""
     console = Console(quiet=quiet)
@@ -192,6 +199,7 @@ def run(quiet: bool = False) -> dict[str, Any]:
     console.print("calibrated on 512 training images; every row: sparsebit.quantize(net, batches, config)")
     console.print("8x8 images show the fixed cost of calibration; at 224x224 it is 1.0-1.3 x (make bench)")
     files = certificates(console, net, batches, x_test)
+    console.print(NEXT, markup=False, highlight=False)
     return {"rows": [asdict(line) for line in lines], "onnx": files}
 
 

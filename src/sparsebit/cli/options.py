@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsebit.cli.output import InputError
+from sparsebit.cli.progress import start
 
 
 class FrontEnd(str, Enum):
@@ -80,6 +81,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 def quant_config(config: str | None, preset: str | None, changes: list[str] | None) -> Any:
     """The QuantConfig of --config or --preset, with --set on top."""
+    start()
     from sparsebit.config import did_you_mean
     from sparsebit.quantization.presets import presets
     from sparsebit.quantization.quant_config import QuantConfig

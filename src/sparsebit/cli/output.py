@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,10 @@ from sparsebit.errors import SparsebitError
 
 class InputError(SparsebitError, ValueError):
     """Something that was named on the command line cannot be used; the message starts with its name."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C in something that can go on; the message says how."""
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
@@ -39,6 +44,11 @@ def show_error(text: str) -> None:
 def say(text: str) -> None:
     """A remark for the person at the keyboard; never in the way of --json."""
     print(text, file=sys.stderr)
+
+
+def same(argv: Sequence[str]) -> str:
+    """A command line, to be copied."""
+    return f"sparsebit {shlex.join(argv)}"
 
 
 def plain(value: Any) -> Any:

@@ -22,8 +22,8 @@ def status(text: str, batches: list[Any] | None = None) -> Iterator[Any]:
     from rich.progress import TimeElapsedColumn as Elapsed
 
     terminal = sys.stderr
-    counting = (BarColumn(), MofNCompleteColumn()) if batches else ()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), *counting, Elapsed())
+    counting = (MofNCompleteColumn(),) if batches else ()  # a bar that cannot know its end moves to and fro
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), *counting, Elapsed())
     console = Console(file=terminal)
     shown = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     with shown:
@@ -33,6 +33,13 @@ def status(text: str, batches: list[Any] | None = None) -> Iterator[Any]:
             yield None if batches is None else _Counted(batches, shown, task)
         finally:
             sys.stderr = terminal
+
+
+def start() -> None:
+    """Load torch, which takes seconds, under a sign of life; commands call it when cheap checks are done."""
+    if "torch" not in sys.modules:
+        with status("starting"):
+            import torch  # noqa: F401
 
 
 class _Counted(list[Any]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import sparsebit
 from sparsebit.cli.inputs import Inputs
-from sparsebit.cli.output import InputError, plain, say
+from sparsebit.cli.output import InputError, Interrupted, plain, same
 from sparsebit.errors import SparsebitError
 from sparsebit.utils.files import write_whole
 
@@ -94,8 +93,7 @@ def running(
             yield run
     except KeyboardInterrupt:
         done = ", ".join(run.about["steps"]) or "nothing yet"
-        say(f"\ninterrupted; finished: {done}. Go on with:\n  {again()}")
-        raise
+        raise Interrupted(f"interrupted; finished: {done}. Go on with:\n  {again()}") from None
     except (SparsebitError, OSError):
         if fresh and not run.about["steps"]:
             for path in made[-1:] or list(folder.iterdir()):  # an empty folder that was there stays
@@ -132,8 +130,7 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
 
 def again() -> str:
     """The same command line, to go on with a run."""
-    words = [w for w in sys.argv[1:] if w != "--resume"]
-    return f"sparsebit {shlex.join(words)} --resume"
+    return f"{same([w for w in sys.argv[1:] if w != '--resume'])} --resume"
 
 
 @contextmanager

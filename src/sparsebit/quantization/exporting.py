@@ -79,7 +79,9 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
         raise ExportError(f"{path}: there is no such file")
     model = ir.load(path)
     if "sparsebit.lowered" not in model.metadata_props:
-        raise ExportError(f"{path}: was not written by Sparsebit; export the model with qmodel.export_onnx()")
+        ours = "sparsebit.certificate" in model.metadata_props
+        what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
+        raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
     lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:

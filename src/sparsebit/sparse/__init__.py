@@ -8,14 +8,22 @@ from typing import TYPE_CHECKING, Any
 from sparsebit.sparse.sparse_config import parse_sconfig
 
 if TYPE_CHECKING:
+    from sparsebit.sparse.depth import find_branches, shorten
     from sparsebit.sparse.plan import Plan
     from sparsebit.sparse.schedule import Schedule
     from sparsebit.sparse.sparse_model import SparseModel
     from sparsebit.sparse.zeros import keep_zeros
 
-__all__ = ["Plan", "Schedule", "SparseModel", "keep_zeros", "parse_sconfig"]
+__all__ = ["Plan", "Schedule", "SparseModel", "find_branches", "keep_zeros", "parse_sconfig", "shorten"]
 
-HOMES = {"Plan": "plan", "Schedule": "schedule", "SparseModel": "sparse_model", "keep_zeros": "zeros"}
+HOMES = {
+    "Plan": "plan",
+    "Schedule": "schedule",
+    "SparseModel": "sparse_model",
+    "find_branches": "depth",
+    "keep_zeros": "zeros",
+    "shorten": "depth",
+}
 
 
 def __getattr__(name: str) -> Any:

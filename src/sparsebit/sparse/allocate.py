@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.feeding import tracked
 from sparsebit.numeric.masks import count_of
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.costs import ESTIMATES, EXACT
@@ -61,7 +62,9 @@ def _check(ratio: float | Tensor, round_to: int) -> None:
         raise ConfigError(f"round_to: must be at least 1, got {round_to}")
 
 
-def within(walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float) -> Tensor:
+def within(
+    walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float, progress: bool | None = False
+) -> Tensor:
     """The smallest ratio whose model has at most `budget` of the whole one's macs, params or latency."""
     if not 0 < budget <= 1:
         raise ConfigError(f"budget: must be above 0 and at most 1, got {budget}")
@@ -71,7 +74,7 @@ def within(walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float
     start = 0.0
     if of in ESTIMATES:
         estimate = ESTIMATES[of](walk)
-        start = _bisect(lambda ratio: estimate(Cut(walk, choose(ratio))) <= limit, 0.0)
+        start = _bisect(lambda ratio: estimate(Cut(walk, choose(ratio))) <= limit, 0.0, progress)
         if fits(start):
             return choose(start)
     if not fits(MOST):
@@ -80,13 +83,13 @@ def within(walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float
             f"budget: {budget} cannot be reached, {least:.2f} is left when one channel of everything stays; "
             f"what cannot be cut is in the report"
         )
-    return choose(_bisect(fits, start))
+    return choose(_bisect(fits, start, progress))
 
 
-def _bisect(fits: Callable[[float], bool], low: float) -> float:
+def _bisect(fits: Callable[[float], bool], low: float, progress: bool | None) -> float:
     """The least ratio that fits; MOST if none does."""
     high = MOST
-    for _ in range(STEPS):
+    for _ in tracked(range(STEPS), progress, "pruning"):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

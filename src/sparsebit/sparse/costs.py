@@ -73,7 +73,7 @@ def kept_parameters(walk: Walk) -> Estimate:
 
 def kept_macs(walk: Walk) -> Estimate:
     """Of a layer: its MACs times what is left of its weights. Of a product of activations: times what is left of it."""
-    counter = _PerNode(walk.gm)
+    counter = PerNode(walk.gm)
     counter.run_on(walk.gm, walk.example)
     nodes = {node: counter.flops[node.name] / 2 for node in walk.gm.graph.nodes if counter.flops[node.name]}
 
@@ -89,7 +89,7 @@ def kept_macs(walk: Walk) -> Estimate:
     return count
 
 
-class _PerNode(Runner):
+class PerNode(Runner):
     """Floating-point operations of every node."""
 
     def __init__(self, gm: fx.GraphModule):

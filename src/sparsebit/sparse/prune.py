@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ def compact(model: nn.Module, cut: Cut) -> nn.Module:
 
 def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
+    if isinstance(model, fx.GraphModule):
+        return small
     own = copy.deepcopy(model).eval()
     args, kwargs = cut.walk.example
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
@@ -79,6 +81,20 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     return own if same and len(got) == len(want) else small
 
 
+def _shorter(
+    model: nn.Module, example: Any, budget: dict[str, float], *options: Any
+) -> tuple[nn.Module, dict[str, float]]:
+    """`model` without some branches, and the budget as a share of what that costs."""
+    from sparsebit.sparse.costs import EXACT
+    from sparsebit.sparse.depth import shorten
+
+    small = shorten(model, example, *options)
+    for name, share in budget.items():
+        cost = EXACT[name](walk_of(model, example))
+        budget = {name: min(1.0, share * cost(model) / cost(small))}
+    return small, budget
+
+
 def prune(
     model: nn.Module,
     example: Any,
@@ -92,7 +108,9 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    depth: int | Sequence[str] = 0,
     config: Any = None,
+    progress: bool | None = None,
 ) -> nn.Module:
     """See sparsebit.prune."""
     from sparsebit.sparse.sparse_config import SparseConfig
@@ -106,23 +124,29 @@ def prune(
         raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
     if round_to < 1:
         raise ConfigError(f"round_to: must be at least 1, got {round_to}")
+    if isinstance(depth, int) and depth < 0:
+        raise ConfigError(f"depth: must be at least 0, got {depth}")
     section = {
         "STRATEGY": sparser,
         "SCOPE": scope,
         "ROUND_TO": round_to,
         "RATIO": 0.5 if ratio is None else ratio,
     }
-    smodel = SparseModel(
-        model, SparseConfig.load({"SPARSER": section} if config is None else config), example
-    )
+    cfg = SparseConfig.load({"SPARSER": section} if config is None else config)
+    if depth:
+        model, given = _shorter(model, example, given, depth, batches, cfg.sparser.round_to, progress)
+    smodel = SparseModel(model, cfg, example)
     if batches is not None:
-        smodel.calibrate(batches, loss)
-    smodel.calc_params(**given)
+        smodel.calibrate(batches, loss, progress)
+    smodel.calc_params(**given, progress=progress)
     if batches is not None and smodel.cfg.sparser.refit:
         if isinstance(batches, Iterator):
             log.info(
                 "batches is a generator and used up: batch norms are not re-estimated; pass a list or a loader"
             )
         else:
-            smodel.tune_batchnorm(batches)
-    return smodel.compact()
+            smodel.tune_batchnorm(batches, progress)
+    small = smodel.compact()
+    if depth:
+        small.shortened = model.shortened  # what `sparsebit.sparse.shorten` did, to do it again
+    return small

@@ -120,11 +120,13 @@ class SparseModel(nn.Module):
         macs: float | None = None,
         params: float | None = None,
         latency: float | None = None,
+        progress: bool | None = False,
     ) -> None:
         """Set the masks: every layer loses its sparser's ratio, or all what a budget asks for.
 
         share    of the ratios; a schedule raises it from 0 to 1.
         macs, params, latency   what is left of the whole model, as a share.
+        progress show a bar while a budget is searched for; None: only on a terminal.
         Structured pruning must see shapes: with no example so far, the masks come with the next forward.
         """
         wants = next((o.sparser.NEEDS for o in self.oprs().values() if o.sparser.NEEDS), "")
@@ -147,9 +149,9 @@ class SparseModel(nn.Module):
         elif self.example is None:
             self._waiting = {"share": share, **budget}
         else:
-            self._mask_channels(share, budget)
+            self._mask_channels(share, budget, progress)
 
-    def _mask_channels(self, share: float, budget: Mapping[str, float]) -> None:
+    def _mask_channels(self, share: float, budget: Mapping[str, float], progress: bool | None) -> None:
         walk, section = self.walk(), self.cfg.sparser
         scores = class_scores(walk, self.oprs())
         ratios = class_ratios(walk, self.oprs(), section.ratio)
@@ -163,7 +165,7 @@ class SparseModel(nn.Module):
 
         if budget:
             ((name, left),) = budget.items()
-            dropped = allocate.within(walk, choose, name, left)
+            dropped = allocate.within(walk, choose, name, left, progress)
         elif section.scope == "global":
             dropped = choose(min(section.ratio * share, allocate.MOST))
         else:

@@ -10,6 +10,7 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import InputError, show, show_json
+from sparsebit.cli.progress import start
 
 config = typer.Typer(no_args_is_help=True, help="Start, check and complete config files.")
 app.add_typer(config, name="config", epilog="Example: sparsebit config init --preset w4a8")
@@ -59,6 +60,7 @@ def schema(json: options.Json = False) -> None:
 
 
 def _load(file: str) -> Any:
+    start()
     from sparsebit.config import read_yaml
     from sparsebit.quantization.quant_config import QuantConfig
     from sparsebit.sparse.sparse_config import SparseConfig

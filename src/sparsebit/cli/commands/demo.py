@@ -5,11 +5,13 @@ from __future__ import annotations
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import show_json
+from sparsebit.cli.progress import start
 
 
 @app.command(epilog="Example: sparsebit demo")
 def demo(json: options.Json = False) -> None:
     """Train, quantize and prune a small CNN on real handwritten digits, and show a table."""
+    start()
     from sparsebit.cli import demo as digits
 
     result = digits.run(quiet=json)

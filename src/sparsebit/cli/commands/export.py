@@ -10,6 +10,7 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import InputError, show, show_error
+from sparsebit.cli.progress import start
 from sparsebit.errors import ExportError
 
 
@@ -29,11 +30,13 @@ def export(
     """
     from sparsebit.cli import compare, work
     from sparsebit.cli.run import Run
+
+    opened = Run.open(run)
+    start()
     from sparsebit.export.backends import BACKENDS
     from sparsebit.export.files import writable
     from sparsebit.export.to_onnx import require
 
-    opened = Run.open(run)
     path = output or run / work.ONNX
     if path.exists():
         raise InputError(f"{path}: is there already; name another file with --output")

@@ -13,6 +13,7 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import show_json, show_table
+from sparsebit.cli.progress import start
 
 
 class Kind(str, Enum):
@@ -30,6 +31,8 @@ def list_command(
     json: options.Json = False,
 ) -> None:
     """List observers, quantizers, sparsers, ops, backends or presets, with their options."""
+    if kind is not Kind.presets:
+        start()
     rows = KINDS[kind]()
     if json:
         show_json(rows)

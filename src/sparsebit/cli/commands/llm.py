@@ -11,8 +11,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, say, show
-from sparsebit.cli.progress import status
+from sparsebit.cli.output import InputError, Interrupted, show
+from sparsebit.cli.progress import start, status
 
 llm = typer.Typer(no_args_is_help=True, help="Quantize, measure and try language models.")
 app.add_typer(
@@ -61,6 +61,7 @@ def quantize(
     source = model_folder(folder)
     widths = _widths(candidate_bits)
     _check_output(output, resume)
+    start()
     from sparsebit import llm as library
 
     batches = None if data is None else _batches(source, data, samples, length)
@@ -70,8 +71,7 @@ def quantize(
             format=form, candidate_bits=widths, average_bits=average_bits,
         )  # fmt: skip
     except KeyboardInterrupt:
-        say(f"\ninterrupted; finished blocks are kept. Go on with:\n  {again()}")
-        raise
+        raise Interrupted(f"interrupted; finished blocks are kept. Go on with:\n  {again()}") from None
     facts = {"average_bits": report.average_bits, "stored_bits": report.stored_bits, "layers": report.layers}
     result = {"ok": True, "folder": str(output), "seconds": report.seconds, **facts}
     show(result, f"{report}\nwritten to   {output}", json)
@@ -92,6 +92,7 @@ def evaluate(
     source = model_folder(folder)
     if data is None:
         raise InputError("--data: perplexity of which text? give a .txt file, or an .npy file of tokens")
+    start()
     from sparsebit.graph.feeding import tracked
     from sparsebit.llm import perplexity
 

@@ -9,6 +9,7 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import InputError, show
+from sparsebit.cli.progress import start
 
 
 @app.command(epilog="Example: sparsebit profile runs/w8a8")
@@ -24,6 +25,7 @@ def profile(
     opened = Run.open(run)
     if opened.command != "quantize":
         raise InputError(f"{run}: is a run of {opened.command}; only quantized models have errors per layer")
+    start()
     qmodel, found, _ = work.finished(opened)
     result = qmodel.profile(found[:batches])
     opened.write("profile.json", result.as_dict())

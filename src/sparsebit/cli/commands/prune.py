@@ -11,7 +11,7 @@ from sparsebit.cli.app import app
 from sparsebit.cli.data import absolute
 from sparsebit.cli.inputs import Inputs, example_of
 from sparsebit.cli.output import InputError, show
-from sparsebit.cli.progress import status
+from sparsebit.cli.progress import start, status
 
 
 @app.command(epilog="Example: sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
@@ -27,6 +27,9 @@ def prune(
     macs: Annotated[float | None, typer.Option(help="the share of multiplications that stays")] = None,
     params: Annotated[float | None, typer.Option(help="the share of parameters that stays")] = None,
     sparser: Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")] = "l1norm",
+    round_to: Annotated[
+        int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")
+    ] = 1,
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
     metric: options.Metric = None,
@@ -41,9 +44,10 @@ def prune(
     from sparsebit.cli.run import check_output, running
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
-    how = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
+    how = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser, "round_to": round_to}
     asked = {**how, "metric": metric and absolute(metric)}
     check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
+    start()
     _check_settings(sparser, data)
     compare.check_metric(metric)
     net, batches = inputs.load()
@@ -91,7 +95,7 @@ def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -
     import sparsebit
 
     with status("choosing and removing channels", batches if with_data else None) as shown:
-        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, **asked)
+        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, progress=False, **asked)
 
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:

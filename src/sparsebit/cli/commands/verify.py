@@ -1,4 +1,4 @@
-"""`sparsebit verify`: does an ONNX file do what the quantized model of its run does?"""
+"""`sparsebit verify`: does an ONNX file do what the model of its run does?"""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
+from sparsebit.cli.inputs import example_of
 from sparsebit.cli.output import InputError, show
-from sparsebit.cli.progress import status
+from sparsebit.cli.progress import start, status
 
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
@@ -24,25 +25,22 @@ def verify(
 ) -> int:
     """Compare a file with the model of its run again: every quantizer, every op, and the outputs.
 
-    Exit code 1 if the certificate does not hold.
+    Of a pruned model, the outputs. Exit code 1 if the certificate does not hold.
     """
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    start()
     import sparsebit
     from sparsebit.cli import work
     from sparsebit.cli.run import Run
     from sparsebit.export.to_onnx import require
 
-    if not file.is_file():
-        raise InputError(f"{file}: no such file")
     require("onnx", "onnxscript", "onnxruntime")
     opened = Run.open(run or file.parent)
-    if opened.command != "quantize":
-        raise InputError(
-            f"{opened.folder}: is a run of {opened.command}, whose file is checked when it is written; "
-            f"write it again with: sparsebit export"
-        )
     work.check_onnx(file)
-    qmodel, found, _ = work.finished(opened)
+    model, found, _ = work.finished(opened)
+    inputs = [example_of(model, batch) for batch in found[:batches]]
     with status("running the file, comparing"):
-        report = sparsebit.verify(file, qmodel, found[:batches])
+        report = sparsebit.verify(file, model, inputs)
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1

@@ -11,7 +11,7 @@ CSS = """
   --b2: #6b3a1c; --b4: #59421a; --b6: #3b4620; --b8: #1f3d5c; --b16: #3b3160; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1100px; margin: 0 auto; padding: 24px 16px 48px; }
+main { max-width: 1280px; margin: 0 auto; padding: 24px 16px 48px; }
 h1 { font-size: 22px; margin: 0 0 16px; overflow-wrap: anywhere; }
 h2 { font-size: 17px; margin: 36px 0 8px; }
 p { margin: 0 0 8px; max-width: 75ch; }
@@ -21,8 +21,8 @@ code, pre { font: 13px/1.5 ui-monospace, monospace; }
 code { background: var(--panel); padding: 1px 4px; border-radius: 3px; }
 pre { background: var(--panel); padding: 12px; overflow-x: auto; }
 summary { cursor: pointer; color: var(--soft); margin: 8px 0; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(170px, 1fr)); gap: 12px; margin: 0; }
-.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); gap: 12px; margin: 0; }
+.tile { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 10px 9px; }
 .tile dt, .tile p, footer { color: var(--soft); font-size: 13px; margin: 0; }
 .tile dd { margin: 0; font-size: 15px; font-weight: 600; }
 .chart { display: block; }
@@ -66,7 +66,9 @@ section:has(#by-bits:checked) .b16 rect { fill: var(--b16); }
 .wide { overflow: auto; max-height: 80vh; border: 1px solid var(--line); border-radius: 6px; }
 table { border-collapse: collapse; font-size: 13px; }
 .wide table { width: 100%; }
-th, td { text-align: left; padding: 5px 10px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: left; padding: 5px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.wide td.words { white-space: normal; min-width: 14ch; }
+.wide td.words:last-child { min-width: 29ch; }
 .wide tr:last-child td { border-bottom: 0; }
 .wide thead th { background: var(--panel); position: sticky; top: 0; }
 tr:target td { background: var(--band); }

@@ -137,9 +137,12 @@ def _graph(facts: Facts) -> str:
 
 
 # -- tables ----------------------------------------------------------------------------------------------
+WORDS = ' class="words"'
+
+
 def _layers(layers: Sequence[Layer]) -> str:
-    head = ["layer", "op", "bits", "output SQNR", "own SQNR", "bytes", "MACs", "integers", "scheme", "range"]
-    head += ["clipped"]
+    head = ["layer", "op", "bits", "output SQNR", "own SQNR", "bytes", "MACs", "integers", "range"]
+    head += ["clipped", "scheme"]
     rows: list[list[Cell]] = []
     for x in layers:
         runs = "yes" if x.integer else x.backend
@@ -147,8 +150,9 @@ def _layers(layers: Sequence[Layer]) -> str:
             (x.name, None), (x.op, None), (x.bits or x.state, None),
             (decibel(x.effect), x.effect), (decibel(x.own), x.own),
             (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
-            (count(x.macs) if x.macs else "", x.macs), (runs, None), (x.scheme or x.how, None), (x.range, None),
-            (x.clipped, None),
+            (count(x.macs) if x.macs else "", x.macs), (runs, None),
+            (x.range.replace(" … ", "\u00a0…\u00a0"), None), (x.clipped, None),
+            (x.scheme or x.how, None),
         ])  # fmt: skip
     return _table(head, rows, "layer")
 
@@ -205,7 +209,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], anchor: str = "r
 
 def _cell(cell: Cell) -> str:
     text, number = cell
-    return f"<td>{escape(text)}</td>" if number is None else f'<td data-n="{number}">{escape(text)}</td>'
+    if number is not None:
+        return f'<td data-n="{number}">{escape(text)}</td>'
+    breaks = len(text) > 20 and " " in text  # over two lines, so that the columns behind it can be seen
+    return f"<td{WORDS if breaks else ''}>{escape(text)}</td>"
 
 
 def _certificate(facts: Facts) -> str:

@@ -1,0 +1,280 @@
+"""Depth: a branch of a residual addition goes whole, and the linear map that comes closest stands in for it.
+
+`x + f(x)` becomes `A x + b`, a 1x1 convolution or a linear layer, fitted by least squares over some batches (one pass,
+C x C numbers). Kernels work in blocks of 8 or 16 channels: a layer of 16 gets no faster with 10, but a branch less
+always helps. Which one goes is measured: the one that changes the output least per multiplication saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device, tracked
+from sparsebit.graph.ops import op_of
+from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.sparse.costs import PerNode
+from sparsebit.sparse.prune import call_of, traced
+from sparsebit.sparse.running import Call, Runner
+from sparsebit.sparse.sparse_model import ADDS
+
+log = logging.getLogger("sparsebit")
+DAMPING = 1e-6  # of the mean power of the channels
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One operand of an addition, with everything that only it needs."""
+
+    name: str  # where its layers are in the model: layer1.0
+    macs: int  # saved on the example
+    add: str  # the addition in the graph
+    kept: str  # its other operand
+    width: int  # of its widest layer
+    rank: int  # of the values
+    channels: int  # along axis 1 behind a convolution, else along the last
+
+
+def find_branches(model: nn.Module, example: Any) -> list[Branch]:
+    """The branches that `shorten` can take out of `model`."""
+    call = call_of(example)
+    return _branches(traced(model, call).eval(), call)
+
+
+def shorten(
+    model: nn.Module,
+    example: Any,
+    branches: int | Sequence[str],
+    batches: Any = None,
+    narrow: int = 1,
+    progress: bool | None = None,
+) -> nn.Module:
+    """A traced module with linear layers in place of some branches, which its attribute `shortened` names.
+
+    branches   how many, chosen by what `batches` show, or the names of the ones that go.
+    batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
+    narrow     branches with no more channels than this go before others: cutting channels would not make them faster.
+    """
+    call = call_of(example)
+    whole = traced(model, call)
+    flags = {path: module.training for path, module in whole.named_modules()}
+    whole.eval()
+    if isinstance(batches, Iterator):
+        raise ConfigError("depth: batches are read several times; pass a list or a loader, not a generator")
+    if isinstance(branches, int) and branches and batches is None:
+        raise ConfigError("depth: which branches go is measured: pass batches, or their names")
+    calls = None if batches is None else _Batches(whole, batches, progress)
+    small, names = whole, list[str]()
+    for wanted in range(branches) if isinstance(branches, int) else branches:
+        found = {branch.name: branch for branch in _branches(small, call)}
+        if isinstance(wanted, str) and wanted not in found:
+            raise ConfigError(f"depth: no branch is called {wanted}; there are {', '.join(found) or 'none'}")
+        if not found:
+            raise ConfigError(f"depth: {branches} branches are to go, but the model has only {len(names)}")
+        tried = [found[wanted]] if isinstance(wanted, str) else _narrow(found, narrow)
+        best, small = _best(whole, small, tried, calls)
+        names.append(best.name)
+    for path, module in small.named_modules():
+        module.training = flags.get(path, model.training)
+    small.shortened = names  # type: ignore[assignment]
+    return small
+
+
+def _narrow(found: dict[str, Branch], width: int) -> list[Branch]:
+    branches = list(found.values())
+    return [branch for branch in branches if branch.width <= width] or branches
+
+
+def _best(
+    whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: _Batches | None
+) -> tuple[Branch, fx.GraphModule]:
+    """The branch whose loss costs least per multiplication saved, and `small` without it."""
+    layers = [_stand_in(small, branch) for branch in tried]
+    if calls is not None:
+        _fit(whole, small, tried, layers, calls)
+    trials = [_without(small, branch, layer) for branch, layer in zip(tried, layers)]
+    if calls is None or len(trials) == 1:
+        return tried[0], trials[0]
+    errors = _errors(whole, trials, calls)
+    i = min(range(len(tried)), key=lambda i: errors[i] / tried[i].macs)
+    log.info("depth: %s goes, relative error of the output %.3g", tried[i].name, errors[i])
+    return tried[i], trials[i]
+
+
+# -- data ----------------------------------------------------------------------------------------------
+class _Batches:
+    """The arguments of every batch, on the device of the model, as often as they are wanted."""
+
+    def __init__(self, gm: fx.GraphModule, batches: Any, progress: bool | None):
+        self.batches, self.progress, self.signature = batches, progress, signature_of(gm)
+        self.device = next((p.device for p in gm.parameters()), torch.device("cpu"))
+
+    def __iter__(self) -> Iterator[Call]:
+        empty = True
+        for batch in tracked(as_iterable(self.batches), self.progress, "depth"):
+            empty = False
+            args, kwargs = as_call(batch, self.signature)
+            yield to_device(args, self.device), to_device(kwargs, self.device)
+        if empty:
+            raise CalibrationError("no data: `batches` is empty; a few dozen samples are enough")
+
+
+@torch.no_grad()
+def _fit(
+    whole: fx.GraphModule,
+    small: fx.GraphModule,
+    tried: list[Branch],
+    layers: list[Any],
+    calls: _Batches,
+) -> None:
+    """Least squares: from what `small` has in front of an addition to what `whole` has behind it."""
+    moments: list[Any] = [0.0] * len(tried)
+    for call in calls:
+        behind = _values(whole, {branch.add for branch in tried}, call)
+        before = _values(small, {branch.kept for branch in tried}, call)
+        for i, (branch, layer) in enumerate(zip(tried, layers)):
+            x, y = (_rows(value, layer) for value in (before[branch.kept], behind[branch.add]))
+            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            moments[i] = moments[i] + x.T @ torch.cat([x, y], 1)
+    for moment, layer in zip(moments, layers):
+        n = len(moment)
+        gram, cross = moment[:, :n], moment[:, n:]
+        gram = gram + DAMPING * gram.diagonal().mean() * torch.eye(n).to(gram)
+        solved = torch.linalg.solve(gram, cross).T
+        layer.weight.copy_(solved[:, :-1].reshape(layer.weight.shape))
+        layer.bias.copy_(solved[:, -1])
+
+
+class _Seen(Runner):
+    """Keeps some values as they are computed: an activation in place would write over them."""
+
+    def __init__(self, gm: fx.GraphModule, names: set[str]):
+        super().__init__(gm)
+        self.names = names
+        self.seen: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self.names:
+            self.seen[n.name] = value.clone()
+        return value
+
+
+def _values(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor]:
+    run = _Seen(gm, names)
+    run.run_on(gm, call)
+    return run.seen
+
+
+def _rows(value: Tensor, layer: nn.Module) -> Tensor:
+    """(positions, channels)."""
+    value = value if isinstance(layer, nn.Linear) else value.movedim(1, -1)
+    return value.reshape(-1, value.shape[-1]).double()
+
+
+@torch.no_grad()
+def _errors(whole: fx.GraphModule, trials: list[fx.GraphModule], calls: _Batches) -> list[float]:
+    """How far the output of each is from that of `whole`, relative to its power."""
+    errors, power = [0.0] * len(trials), 0.0
+    for args, kwargs in calls:
+        want = _floats(whole(*args, **kwargs))
+        power += sum(float(x.square().sum()) for x in want)
+        for i, trial in enumerate(trials):
+            got = _floats(trial(*args, **kwargs))
+            errors[i] += sum(float((a - b).square().sum()) for a, b in zip(got, want))
+    return [error / max(power, 1e-30) for error in errors]
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [x.double() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+# -- the graph -----------------------------------------------------------------------------------------
+def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
+    run = PerNode(gm)
+    run.run_on(gm, call)
+    shapes = {node: value.shape for node, value in run.env.items() if isinstance(value, Tensor)}
+    found: list[Branch] = []
+    for node in gm.graph.nodes:
+        if not node.op.startswith("call") or op_of(node, gm) not in ADDS or node.kwargs:
+            continue
+        for kept, goes in (node.args[:2], node.args[1::-1]):
+            if not isinstance(kept, fx.Node) or not isinstance(goes, fx.Node):
+                continue
+            only = _needed_by(goes, node, kept)
+            saved = sum(run.flops[n.name] for n in only) // 2
+            layers = [str(n.target) for n in only if n.op == "call_module" and run.flops[n.name]]
+            shape = shapes.get(node, ())
+            if not layers or len(shape) < 2 or shapes.get(kept) != shape:
+                continue
+            convolution = hasattr(gm.get_submodule(layers[0]), "kernel_size")
+            channels = shape[1 if convolution else -1]
+            saved -= int(torch.Size(shape).numel()) * channels
+            if saved > 0:
+                rank = len(shape) if convolution else 0
+                width = max(len(gm.get_submodule(layer).weight) for layer in layers)  # type: ignore[arg-type]
+                found.append(Branch(_common(layers), saved, node.name, kept.name, width, rank, channels))
+    names = [branch.name for branch in found]
+    return [b if names.count(b.name) == 1 else replace(b, name=f"{b.name}:{b.add}") for b in found]
+
+
+def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
+    """`goes` and what nobody else needs."""
+    only: dict[fx.Node, None] = {}
+    gone, waiting = {add}, [goes]
+    while waiting:
+        node = waiting.pop()
+        if node is kept or node.op == "placeholder" or not gone.issuperset(node.users):
+            continue
+        only[node] = None
+        gone.add(node)
+        waiting.extend(node.all_input_nodes)
+    return list(only)
+
+
+def _common(paths: list[str]) -> str:
+    """layer1.0.conv1 and layer1.0.conv2 -> layer1.0; with nothing in common, the layer next to the addition."""
+    parts = zip(*(path.split(".") for path in paths))
+    shared = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
+    return shared or paths[0]
+
+
+def _stand_in(gm: fx.GraphModule, branch: Branch) -> Any:
+    """The layer that takes the place of a branch; until it is fitted it hands its input on."""
+    kinds: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
+    sizes = (branch.channels, branch.channels)
+    layer: Any = kinds[branch.rank](*sizes, 1) if branch.rank in kinds else nn.Linear(*sizes)
+    like = next(gm.parameters())
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(branch.channels).reshape(layer.weight.shape))
+        layer.bias.zero_()
+    return layer.to(like.device, like.dtype)
+
+
+def _without(gm: fx.GraphModule, branch: Branch, layer: nn.Module) -> fx.GraphModule:
+    """The same parameters, without those of the branch, and with `layer`."""
+    graph = copy.deepcopy(gm.graph)
+    small = fx.GraphModule(gm, graph)
+    path = re.sub(r"\W", "_", f"{branch.name}_linear")
+    small.add_submodule(path, layer)
+    nodes = {node.name: node for node in graph.nodes}
+    add = nodes[branch.add]
+    with graph.inserting_before(add):
+        new = graph.call_module(path, (nodes[branch.kept],))
+    add.replace_all_uses_with(new)
+    graph.erase_node(add)
+    remove_dead_code(small)
+    graph.lint()
+    small = fx.GraphModule(small, graph)  # without the layers that are gone
+    small._tracer_cls = graph._tracer_cls = gm._tracer_cls
+    return small
