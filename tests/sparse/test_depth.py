@@ -108,7 +108,11 @@ def test_attention_and_mlp():
     model, x = Encoder().eval(), torch.randn(3, 4, 6)
     names = [b.name for b in find_branches(model, x)]
     assert names == ["proj", "mlp"]  # not the embedding, though a position is added to it
-    torch.testing.assert_close(shorten(model, x, ["mlp"])(x), muted(model, "mlp.2")(x))
+    fitted = shorten(model, x, ["mlp"], [x])
+    assert isinstance(fitted.mlp_linear, nn.Linear) and not hasattr(fitted, "mlp_norm")
+    unfitted, want = shorten(model, x, ["mlp"])(x), model(x)
+    assert (fitted(x) - want).square().sum() < 0.5 * (unfitted - want).square().sum()
+    torch.testing.assert_close(unfitted, muted(model, "mlp.2")(x))
 
 
 def test_the_branch_that_does_least_goes_first(net):
@@ -137,9 +141,13 @@ def test_the_fit_is_least_squares(net):
     rows = [v.permute(0, 2, 3, 1).reshape(-1, 8).double().numpy() for v in (seen["x"], seen["x"] + seen["f"])]
     design = np.concatenate([rows[0], np.ones((len(rows[0]), 1))], 1)
     want = np.linalg.lstsq(design, rows[1], rcond=None)[0].T
-    layer = small.blocks_1_linear
-    np.testing.assert_allclose(layer.weight.detach().flatten(1), want[:, :-1], atol=1e-3)
-    np.testing.assert_allclose(layer.bias.detach(), want[:, -1], atol=1e-3)
+    linear, norm = small.blocks_1_linear, small.blocks_1_norm
+    np.testing.assert_allclose(linear.weight.detach().flatten(1), want[:, :-1], atol=1e-3)
+    with torch.no_grad():
+        got = norm(linear(seen["x"]))
+        # the statistics are those of these batches: in training it computes the same
+        torch.testing.assert_close(norm.train()(linear(seen["x"])), got, rtol=0.01, atol=0.01)
+    np.testing.assert_allclose(got.permute(0, 2, 3, 1).reshape(-1, 8), design @ want.T, atol=1e-3)
 
 
 def test_weights_load_into_the_same_cut_of_a_fresh_model(net):

@@ -1,8 +1,7 @@
 """Depth: a branch of a residual addition goes whole, and the linear map that comes closest stands in for it.
 
-`x + f(x)` becomes `A x + b`, a 1x1 convolution or a linear layer, fitted by least squares over some batches (one pass,
-C x C numbers). Kernels work in blocks of 8 or 16 channels: a layer of 16 gets no faster with 10, but a branch less
-always helps. Which one goes is measured: the one that changes the output least per multiplication saved.
+Kernels work in blocks of 8 or 16 channels: a layer of 16 gets no faster with 10, but a branch less always helps.
+Which one goes is measured: the one that changes the output least per multiplication saved.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError, ConfigError
@@ -27,9 +27,9 @@ from sparsebit.sparse.costs import PerNode
 from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.running import Call, Runner
 from sparsebit.sparse.sparse_model import ADDS
+from sparsebit.sparse.stand_in import rows, solve, stand_in
 
 log = logging.getLogger("sparsebit")
-DAMPING = 1e-6  # of the mean power of the channels
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Branch:
     add: str  # the addition in the graph
     kept: str  # its other operand
     width: int  # of its widest layer
+    normed: bool  # is there a batch norm in it?
     rank: int  # of the values
     channels: int  # along axis 1 behind a convolution, else along the last
 
@@ -99,7 +100,8 @@ def _best(
     whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: _Batches | None
 ) -> tuple[Branch, fx.GraphModule]:
     """The branch whose loss costs least per multiplication saved, and `small` without it."""
-    layers = [_stand_in(small, branch) for branch in tried]
+    like = next(small.parameters())
+    layers = [stand_in(branch.channels, branch.rank, branch.normed, like) for branch in tried]
     if calls is not None:
         _fit(whole, small, tried, layers, calls)
     trials = [_without(small, branch, layer) for branch, layer in zip(tried, layers)]
@@ -143,16 +145,11 @@ def _fit(
         behind = _values(whole, {branch.add for branch in tried}, call)
         before = _values(small, {branch.kept for branch in tried}, call)
         for i, (branch, layer) in enumerate(zip(tried, layers)):
-            x, y = (_rows(value, layer) for value in (before[branch.kept], behind[branch.add]))
+            x, y = (rows(value, layer[0]) for value in (before[branch.kept], behind[branch.add]))
             x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
             moments[i] = moments[i] + x.T @ torch.cat([x, y], 1)
     for moment, layer in zip(moments, layers):
-        n = len(moment)
-        gram, cross = moment[:, :n], moment[:, n:]
-        gram = gram + DAMPING * gram.diagonal().mean() * torch.eye(n).to(gram)
-        solved = torch.linalg.solve(gram, cross).T
-        layer.weight.copy_(solved[:, :-1].reshape(layer.weight.shape))
-        layer.bias.copy_(solved[:, -1])
+        solve(moment, *layer)
 
 
 class _Seen(Runner):
@@ -174,12 +171,6 @@ def _values(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor
     run = _Seen(gm, names)
     run.run_on(gm, call)
     return run.seen
-
-
-def _rows(value: Tensor, layer: nn.Module) -> Tensor:
-    """(positions, channels)."""
-    value = value if isinstance(layer, nn.Linear) else value.movedim(1, -1)
-    return value.reshape(-1, value.shape[-1]).double()
 
 
 @torch.no_grad()
@@ -223,7 +214,8 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
             if saved > 0:
                 rank = len(shape) if convolution else 0
                 width = max(len(gm.get_submodule(layer).weight) for layer in layers)  # type: ignore[arg-type]
-                found.append(Branch(_common(layers), saved, node.name, kept.name, width, rank, channels))
+                name, normed = _common(layers), convolution and any(_is_norm(n, gm) for n in only)
+                found.append(Branch(name, saved, node.name, kept.name, width, normed, rank, channels))
     names = [branch.name for branch in found]
     return [b if names.count(b.name) == 1 else replace(b, name=f"{b.name}:{b.add}") for b in found]
 
@@ -242,6 +234,10 @@ def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
     return list(only)
 
 
+def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), _BatchNorm)
+
+
 def _common(paths: list[str]) -> str:
     """layer1.0.conv1 and layer1.0.conv2 -> layer1.0; with nothing in common, the layer next to the addition."""
     parts = zip(*(path.split(".") for path in paths))
@@ -249,29 +245,18 @@ def _common(paths: list[str]) -> str:
     return shared or paths[0]
 
 
-def _stand_in(gm: fx.GraphModule, branch: Branch) -> Any:
-    """The layer that takes the place of a branch; until it is fitted it hands its input on."""
-    kinds: dict[int, Any] = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}
-    sizes = (branch.channels, branch.channels)
-    layer: Any = kinds[branch.rank](*sizes, 1) if branch.rank in kinds else nn.Linear(*sizes)
-    like = next(gm.parameters())
-    with torch.no_grad():
-        layer.weight.copy_(torch.eye(branch.channels).reshape(layer.weight.shape))
-        layer.bias.zero_()
-    return layer.to(like.device, like.dtype)
-
-
-def _without(gm: fx.GraphModule, branch: Branch, layer: nn.Module) -> fx.GraphModule:
-    """The same parameters, without those of the branch, and with `layer`."""
+def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.GraphModule:
+    """The same parameters, without those of the branch, and with `layers`."""
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
-    path = re.sub(r"\W", "_", f"{branch.name}_linear")
-    small.add_submodule(path, layer)
     nodes = {node.name: node for node in graph.nodes}
-    add = nodes[branch.add]
-    with graph.inserting_before(add):
-        new = graph.call_module(path, (nodes[branch.kept],))
-    add.replace_all_uses_with(new)
+    add, value = nodes[branch.add], nodes[branch.kept]
+    for layer, kind in zip(layers, ("linear", "norm")):
+        path = re.sub(r"\W", "_", f"{branch.name}_{kind}")
+        small.add_submodule(path, layer)
+        with graph.inserting_before(add):
+            value = graph.call_module(path, (value,))
+    add.replace_all_uses_with(value)
     graph.erase_node(add)
     remove_dead_code(small)
     graph.lint()
