@@ -13,7 +13,9 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Call, capture
+from sparsebit.llm.lane import Lane
 from sparsebit.llm.smooth import Feeders, fold, norm_offset, row_maps
 from sparsebit.llm.statistics import sharing
 from sparsebit.numeric.awq import awq, awq_scales
@@ -132,7 +134,7 @@ def test_scales_find_their_place_in_a_llama():
     model = tiny()
     captured = capture(model, model.layers, tokens(1), copy.deepcopy(model.layers[0]))
     block, call, hidden = copy.deepcopy(model.layers[0]), captured.calls[0][0], captured.hidden[0]
-    groups = sharing(block, [n for n, m in block.named_modules() if type(m) is nn.Linear], call, hidden)
+    groups = sharing(Lane(block, [call], [hidden]), linears_of(block))
     found = Feeders().find(block, groups, call, hidden)
     assert [f.name for f in found] == ["norm1", "attention.v", "norm2", "up"]
     # two query heads share one of keys and values: 8 channels each

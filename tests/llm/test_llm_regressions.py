@@ -101,12 +101,13 @@ def test_d45_no_cuda_no_compiler_no_transformers_on_import():
 def test_d45_statistics_do_not_grow_with_the_tokens():
     """The original kept every input of a layer; here a layer keeps one matrix (inputs, inputs)."""
     from sparsebit.llm.capture import capture
+    from sparsebit.llm.lane import Lane
     from sparsebit.llm.statistics import collect
 
     model = tiny()
     for n in (1, 8):
         captured = capture(model, model.layers, tokens(n), copy.deepcopy(model.layers[0]))
-        found = collect(model.layers[0], [["gate", "up"]], captured.calls[0], captured.hidden)["up"]
+        found = collect(Lane(model.layers[0], captured.calls[0], captured.hidden), [["gate", "up"]])["up"]
         assert found.hessian.shape == (32, 32) and found.tokens == n * 32
 
 

@@ -20,6 +20,7 @@ from sparsebit import llm
 from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
 from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import capture
+from sparsebit.llm.lane import Lane
 from sparsebit.llm.statistics import collect, sharing
 
 SMALL = Sizes(dim=32, hidden=48, layers=3, heads=4, kv_heads=2, vocab=64, length=32)
@@ -108,14 +109,14 @@ def test_statistics_are_the_second_moments_of_all_batches():
     captured = capture(model, model.layers, batches, copy.deepcopy(model.layers[0]))
     block, calls = model.layers[0], captured.calls[0]
     names = list(linears_of(block))
-    groups = sharing(block, names, calls[0], captured.hidden[0])
+    groups = sharing(Lane(block, calls, captured.hidden), names)
     assert groups == [
         ["attention.q", "attention.k", "attention.v"],
         ["attention.o"],
         ["gate", "up"],
         ["down"],
     ]
-    found = collect(block, groups, calls, captured.hidden)
+    found = collect(Lane(block, calls, captured.hidden, names), groups)
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     handles = [
         block.get_submodule(n).register_forward_hook(lambda m, a, o, n=n: seen[n].append(a[0].flatten(0, 1)))
@@ -132,7 +133,8 @@ def test_statistics_are_the_second_moments_of_all_batches():
         assert found[name].tokens == len(x) and found[name].cross is None
     other = copy.deepcopy(block)  # a float twin that sees other inputs
     moved = [h + 0.1 for h in captured.hidden]
-    cross = collect(block, [["attention.q"]], calls, captured.hidden, other, moved)["attention.q"].cross
+    lanes = Lane(block, calls, captured.hidden), Lane(other, calls, moved)
+    cross = collect(lanes[0], [["attention.q"]], lanes[1])["attention.q"].cross
     x = torch.cat([block.norm1(h).flatten(0, 1) for h in captured.hidden])
     y = torch.cat([block.norm1(h).flatten(0, 1) for h in moved])
     torch.testing.assert_close(cross, (y - x).T @ x, rtol=1e-3, atol=1e-3)

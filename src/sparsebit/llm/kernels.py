@@ -65,10 +65,10 @@ class Native:
         self.at = ctypes.addressof(self.struct)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x W^T in float32, for x of shape (rows, inputs)."""
-        x = x.detach().float().contiguous()
-        rows = x.shape[0]
-        out = torch.empty(rows, self.outputs)
+        """x W^T in float32, for few rows x of shape (..., inputs)."""
+        x = x if x.dtype == torch.float32 and x.is_contiguous() else x.detach().float().contiguous()
+        out = torch.empty(*x.shape[:-1], self.outputs)
+        rows = x.numel() // self.inputs
         source, target, threads = x.data_ptr(), out.data_ptr(), self._threads()
         while rows > 0:
             count = 8 if rows >= 8 else 4 if rows >= 4 else 2 if rows >= 2 else 1
@@ -84,11 +84,12 @@ class Native:
         return self._fill(out, 0).to(dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """x W^T for many rows."""
-        out = x.new_empty(len(x), self.outputs)
+        """x W^T for many rows x of shape (..., inputs)."""
+        rows = x.reshape(-1, self.inputs)
+        out = x.new_empty(len(rows), self.outputs)
         for at, piece in self._pieces(x.dtype):
-            out[:, at] = x @ piece.T
-        return out
+            out[:, at] = rows @ piece.T
+        return out.view(*x.shape[:-1], self.outputs)
 
     def gradient(self, grad: Tensor) -> Tensor:
         """grad W: what the product gives back to x."""

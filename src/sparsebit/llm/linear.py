@@ -76,12 +76,13 @@ class QuantLinear(nn.Linear):
         """The forward without a gradient."""
         few = x.numel() <= kernels.ROWS * self.in_features
         native = self._find_native()
-        bias: Tensor | None = self.bias
+        bias: Tensor | None = self._buffers[
+            "bias"
+        ]  # not through __getattr__: for one token every microsecond counts
         if native is not None:
-            rows = x.reshape(-1, self.in_features)
-            out = native.multiply(rows) if few else native.product(rows)
-            out = (out if bias is None else out.add_(bias)).to(x.dtype)
-            return out.view(*x.shape[:-1], self.out_features)
+            out = native.multiply(x) if few else native.product(x)
+            out = out if bias is None else out.add_(bias)
+            return out if out.dtype == x.dtype else out.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)
         if few and self._fits(x):
             out = self._int4(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

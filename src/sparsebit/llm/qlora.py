@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.llm.formats import format_of, spec_of
 from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.nf4 import is_nf4, nf4_layer, nf4_weight
 from sparsebit.llm.sources import tensor_files
 from sparsebit.numeric.quantized_weight import QuantizedWeight, round_to
 from sparsebit.numeric.rtn import rtn
@@ -50,15 +51,16 @@ def merge(model: Any, into: str = "float") -> Merged:
     """Adapters become part of the weights; like PEFT's merge_and_unload this uses up `model`.
 
     into="float"  all packed layers become float Linear layers: an ordinary model, for `save_pretrained`; exact.
-    into="grid"   they stay packed, with the same bits and groups, for `save`. Rounding may cost more than a small
-                  adapter says: the errors tell. Quantizing the float result with data (llm.quantize) loses less.
+    into="grid"   they stay packed, with the same bits and groups, for `save`; NF4 layers become NF4 again. Rounding
+                  may cost more than a small adapter says: the errors tell. Quantizing the float result with data
+                  (llm.quantize) loses less.
     """
     if into not in ("float", "grid"):
         raise ConfigError(f"into: must be 'float' or 'grid', got {into!r}")
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _lora_layer()) and isinstance(module.get_base_layer(), QuantLinear)
+        if isinstance(module, _lora_layer()) and _is_packed(module.get_base_layer())
     }
     if not layers:
         raise ConfigError("model: no packed layer of it has LoRA adapters; was it made by get_peft_model?")
@@ -70,9 +72,9 @@ def merge(model: Any, into: str = "float") -> Merged:
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()  # adapters of float layers are PEFT's business
     if into == "float":
-        for name, rest in [(n, m) for n, m in model.named_modules() if isinstance(m, QuantLinear)]:
+        for name, rest in [(n, m) for n, m in model.named_modules() if _is_packed(m)]:
             parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, _float(rest.dequantize(rest.dtype), rest.bias))
+            setattr(model.get_submodule(parent), leaf, _float(_weight(rest).to(_dtype(rest)), rest.bias))
     prefix = "base_model.model."
     return Merged(model, {name.removeprefix(prefix): values for name, values in about.items()})
 
@@ -86,8 +88,8 @@ def _lora_layer() -> Any:
 
 
 def _merge_layer(layer: Any, into: str) -> tuple[nn.Module, dict[str, float]]:
-    base: QuantLinear = layer.get_base_layer()
-    before, bias = base.dequantize(torch.float32), base.bias
+    base = layer.get_base_layer()
+    before, bias, dtype = _weight(base), base.bias, _dtype(base)
     weight = before.clone()
     for adapter in (a for a in layer.active_adapters if a in layer.lora_A):
         if adapter in layer.lora_variant:  # such as DoRA
@@ -98,13 +100,31 @@ def _merge_layer(layer: Any, into: str) -> tuple[nn.Module, dict[str, float]]:
             change = layer.lora_B[adapter].bias * layer.scaling[adapter]
             bias = change if bias is None else bias + change
     size = float((weight - before).norm())
-    if into == "grid":
-        new: Any = QuantLinear(requantize(weight, base.quantized()), bias, base.dtype)
-        lost = float((new.quantized().dequantize() - weight).norm())
+    bias = None if bias is None else bias.to(dtype)
+    if into == "float":
+        new: Any = _float(weight.to(dtype), bias)
+    elif is_nf4(base):
+        new = nf4_layer(weight.to(dtype), bias)
     else:
-        new = _float(weight.to(base.dtype), None if bias is None else bias.to(base.dtype))
-        lost = float((new.weight.float() - weight).norm())
+        new = QuantLinear(requantize(weight, base.quantized()), bias, dtype)
+    lost = float((_weight(new) - weight).norm())
     return new, {"adapter": size / max(float(before.norm()), 1e-30), "error": lost / max(size, 1e-30)}
+
+
+def _is_packed(layer: Any) -> bool:
+    return isinstance(layer, QuantLinear) or is_nf4(layer)
+
+
+def _weight(layer: Any) -> Tensor:
+    """The float32 matrix of a layer, packed or not."""
+    if is_nf4(layer):
+        return nf4_weight(layer)
+    return layer.dequantize(torch.float32) if isinstance(layer, QuantLinear) else layer.weight.float()
+
+
+def _dtype(layer: Any) -> torch.dtype:
+    found: torch.dtype = (layer.compute_dtype or torch.float32) if is_nf4(layer) else layer.dtype
+    return found
 
 
 def _float(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -109,6 +109,15 @@ static inline floats levels_at(const uint8_t *p, const int bits, floats grid) {
 
 #endif
 
+/* Pairs of pairs: one after the other would take as long as a row of a small layer. */
+static inline float sum_of(floats v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+}
+
 #define ROW static inline __attribute__((always_inline)) void
 
 ROW multiply_row(const Weight *w, int64_t row, const float *x, float *y, const int bits, const int count) {
@@ -138,9 +147,7 @@ ROW multiply_row(const Weight *w, int64_t row, const float *x, float *y, const i
         }
     }
     for (int t = 0; t < count; t++) {
-        float sum = 0;
-        for (int i = 0; i < LANES; i++) sum += total[t][i];
-        y[t * w->outputs + row] = sum;
+        y[t * w->outputs + row] = sum_of(total[t]);
     }
 }
 

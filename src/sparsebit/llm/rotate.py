@@ -18,6 +18,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device
 from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Call, Captured, call_of, wrapper
+from sparsebit.llm.lane import Lane
 from sparsebit.llm.measure import logits_of
 from sparsebit.llm.smooth import Trial, norm_offset
 from sparsebit.llm.sources import InMemory, without_ties
@@ -102,7 +103,7 @@ class Rotated(InMemory):
 def rotate_block(block: nn.Module, call: Call, hidden: Tensor, q: Tensor, name: str) -> None:
     """In place: `hidden` is an input of the block as it is, which shows who reads the stream through which norm."""
     linears, width = linears_of(block), len(q)
-    groups = sharing(block, linears, call, hidden)
+    groups = sharing(Lane(block, [call], [hidden]), linears)
     trial = Trial(block, groups, call, hidden)
     read: set[str] = set()
     for group in groups:

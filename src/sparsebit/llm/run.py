@@ -97,18 +97,23 @@ def quantize(
 def _work(source: InMemory, batches: Any, job: Job, about: tuple[Any, ...]) -> Store:
     """Measures, chooses widths where that is asked for, and walks through the blocks."""
     save, asked, spill, progress = about
-    captured = _capture(source, batches, job, bool(asked["candidate_bits"]), spill)
+    captured = _capture(source, batches, job, bool(asked["candidate_bits"]), (spill, progress))
     store = Store(save, {**asked, **_identity(source, captured)})
     if asked["candidate_bits"] and captured is not None:
-        _choose_bits(source, captured, job, store, tuple(asked["candidate_bits"]), asked["average_bits"])
+        widths = tuple(asked["candidate_bits"])
+        found = _Steps(sensitivities(source, captured, job, widths), len(job.specs))
+        _choose_bits(tracked(found, progress, "measuring"), job, store, asked["average_bits"])
     steps = _Steps(walk(source, captured, job, store), len(source.layout))
     for i in tracked(steps, progress, "quantizing"):
         log.info("block %d of %d is stored", i + 1, len(source.layout))
     return store
 
 
-def _capture(source: InMemory, batches: Any, job: Job, mixed: bool, spill: Path | None) -> Captured | None:
+def _capture(
+    source: InMemory, batches: Any, job: Job, mixed: bool, about: tuple[Path | None, bool | None]
+) -> Captured | None:
     """What enters the blocks, where the method wants to know."""
+    spill, progress = about
     if _reorders(job) and not job.format.reorders:
         raise ConfigError(
             f"static_groups: {job.format.TYPE} has no groups in the order of the inputs' size; "
@@ -122,11 +127,14 @@ def _capture(source: InMemory, batches: Any, job: Job, mixed: bool, spill: Path 
         return None
     unread = job.method in IGNORES_DATA and not mixed
     if isinstance(source, Rotated):
-        used = batches[:1] if unread else batches
+        used = tracked(batches[:1] if unread else batches, progress, "capturing")
         found = capture(source.model, source.blocks, used, source.inner.block(0), spill)
         source.prove(found, batches)
         return None if unread else found
-    return None if unread else capture(source.model, source.blocks, batches, source.block(0), spill)
+    if unread:
+        return None
+    used = tracked(as_iterable(batches), progress, "capturing")
+    return capture(source.model, source.blocks, used, source.block(0), spill)
 
 
 def _identity(source: InMemory, captured: Captured | None) -> dict[str, str]:
@@ -179,12 +187,10 @@ def _check(
         )
 
 
-def _choose_bits(
-    source: InMemory, captured: Captured, job: Job, store: Store, candidates: tuple[int, ...], average: float
-) -> None:
+def _choose_bits(sensitivity: Iterable[Any], job: Job, store: Store, average: float) -> None:
     """Fills in job.specs; the choice is noted in the store, because it takes a walk of its own."""
     if "chosen_bits" not in store.state:
-        found = list(sensitivities(source, captured, job, candidates))
+        found = list(sensitivity)
         chosen = allocate([errors for _, _, errors in found], [size for _, size, _ in found], average)
         store.note("sensitivities", {name: errors for name, _, errors in found})
         store.note("chosen_bits", {name: b for (name, _, _), b in zip(found, chosen)})

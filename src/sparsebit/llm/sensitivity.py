@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebit.llm.blocks import linears_of
-from sparsebit.llm.capture import Call, Captured
+from sparsebit.llm.capture import Captured
+from sparsebit.llm.lane import Lane
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.walk import Job, copied, set_weight, solve
-from sparsebit.numeric.spec import QuantSpec
 
 TRIED = 4  # batches on which a change is measured
 
@@ -31,34 +30,26 @@ def sensitivities(
     hidden = copied(captured.hidden)
     for i in range(len(source.layout)):
         block, prefix, calls = source.block(i), source.layout.prefix(i), captured.calls[i]
-        outputs = [call.run(block, h) for call, h in zip(calls, hidden[:TRIED])]
         linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
-        statistics = collect(block, sharing(block, linears, calls[0], hidden[0]), calls, hidden)
-        for name, linear in linears.items():
-            errors = {}
+        lane = Lane(block, calls, hidden, linears)
+        tried = range(min(TRIED, len(lane)))
+        outputs = [lane.output(b) for b in tried]
+        groups = sharing(lane.apart(), linears)
+        statistics = collect(lane, groups)
+        for name in (name for group in groups for name in group):  # in the order of running
+            linear, seen, errors = linears[name], statistics.get(name), {}
+            right = linear.weight
             for bits in candidates:
                 spec = replace(job.specs[prefix + name], bits=bits)
-                errors[bits] = _damage(block, linear, statistics.get(name), spec, job, calls, hidden, outputs)
-            yield prefix + name, linear.weight.numel(), errors
-        for b, call in enumerate(calls):
-            hidden[b] = outputs[b] if b < TRIED else call.run(block, hidden[b])
+                set_weight(linear, solve(linear, seen, spec, job, "")[0])
+                errors[bits] = sum(_change(lane.output(b), outputs[b]) for b in tried)
+                linear.weight = right
+            lane.settle([name])
+            yield prefix + name, right.numel(), errors
+        for b in range(len(lane)):
+            hidden[b] = outputs[b] if b in tried else lane.output(b, last=True)
 
 
-def _damage(
-    block: nn.Module,
-    linear: nn.Linear,
-    statistics: Any,
-    spec: QuantSpec,
-    job: Job,
-    calls: list[Call],
-    hidden: Any,
-    outputs: list[Tensor],
-) -> float:
-    right = linear.weight
-    set_weight(linear, solve(linear, statistics, spec, job, "")[0])
-    total = 0.0
-    for call, h, expected in zip(calls, hidden, outputs):
-        change = (call.run(block, h) - expected).float().square().sum(-1)
-        total += float((change / expected.float().square().sum(-1).clamp(min=1e-12)).mean())
-    linear.weight = right
-    return total
+def _change(found: Tensor, expected: Tensor) -> float:
+    change = (found - expected).float().square().sum(-1)
+    return float((change / expected.float().square().sum(-1).clamp(min=1e-12)).mean())

@@ -7,32 +7,29 @@ difference of their inputs is correlated too, see numeric/gptq.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsebit.llm.capture import Call
 from sparsebit.llm.experts import is_routed
+from sparsebit.llm.lane import Lane
 from sparsebit.numeric.gptq import Statistics
 from sparsebit.numeric.smoothquant import PeakStatistics
 
-
-class _Enough(Exception):
-    """Everything that was asked for has been seen in this forward."""
+STRIP = 384  # rows of a Hessian that are made at once: wide enough for a fast product
 
 
-def sharing(block: nn.Module, names: Iterable[str], call: Call, hidden: Tensor) -> list[list[str]]:
+def sharing(lane: Lane, names: Iterable[str]) -> list[list[str]]:
     """Layers that read one tensor, in the order in which they run; layers that did not run come last, alone."""
-    seen: list[tuple[Tensor, list[str]]] = []  # holds the tensors, so that no address is used twice
-
-    def note(name: str, x: Tensor) -> None:
-        for tensor, readers in seen:
-            if tensor is x:
-                readers.append(name)
-                return
-        seen.append((x, [name]))
-
-    _forward(block, {name: [name] for name in names}, call, hidden, note, early=False)
+    names = list(names)
+    seen: list[tuple[Tensor, list[str]]] = []
+    for name, x in lane.survey(0, names):
+        readers = next((readers for tensor, readers in seen if tensor is x), None)
+        if readers is None:
+            seen.append((x, [name]))
+        else:
+            readers.append(name)
     groups = [list(dict.fromkeys(readers)) for _, readers in seen]
     flat = [name for group in groups for name in group]
     if len(set(flat)) < len(flat):  # a layer that runs twice in one forward shares with nobody
@@ -42,83 +39,84 @@ def sharing(block: nn.Module, names: Iterable[str], call: Call, hidden: Tensor) 
 
 @torch.no_grad()
 def collect(
-    block: nn.Module,
-    groups: list[list[str]],
-    calls: list[Call],
-    hidden: list[Tensor],
-    float_block: nn.Module | None = None,
-    float_hidden: list[Tensor] | None = None,
-    peaks: bool = False,
+    lane: Lane, groups: list[list[str]], float_lane: Lane | None = None, peaks: bool = False
 ) -> dict[str, Statistics]:
     """The statistics of each layer in `groups`, over all batches; with `peaks` the largest inputs too."""
     heads = {group[0]: group for group in groups}
     sums: dict[str, Tensor] = {}
     crosses: dict[str, Tensor] = {}
+    aims: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
     tokens = dict.fromkeys(heads, 0)
     right: dict[str, list[Tensor]] = {}
-    routed = {name for name in heads if is_routed(block, name)}  # the float model may send it other tokens
+    routed = {
+        name for name in heads if is_routed(lane.block, name)
+    }  # the float model may send it other tokens
+
+    narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed if float_lane else set()
 
     def keep(name: str, x: Tensor) -> None:
+        if name in narrow and float_lane is not None:  # x is what the layer gives
+            bias: Any = float_lane.block.get_submodule(name).bias
+            x = x if bias is None else x - bias
         right.setdefault(name, []).append(_rows(x))
 
     def add(name: str, x: Tensor) -> None:
         rows = _rows(x)
         tokens[name] += len(rows)
-        _accumulate(sums, name, rows, rows)
+        _add_square(sums, name, rows)
         if peaks and len(rows):
             top = rows.abs().amax(0)
             largest[name] = torch.maximum(largest.get(name, top), top)
-        if float_block is not None and right.get(name) and name not in routed:
+        if right.get(name) and name not in routed:
             other = right[name].pop(0)
-            if (
-                other.shape == rows.shape
-            ):  # experts may get other tokens: then there is no difference to speak of
-                _accumulate(crosses, name, other - rows, rows)
+            if len(other) != len(rows):  # other tokens: there is no difference to speak of
+                narrow.discard(name)
+                aims.pop(name, None)
+            elif name in narrow:
+                _add_product(aims, name, other, rows)
+            elif other.shape == rows.shape:
+                _add_product(crosses, name, other - rows, rows)
 
-    for i, call in enumerate(calls):
-        if float_block is not None and float_hidden is not None:
+    for i in range(len(lane)):
+        if float_lane is not None:
             right.clear()
-            _forward(float_block, heads, call, float_hidden[i], keep)
-        _forward(block, heads, call, hidden[i], add)
-    return {
-        name: PeakStatistics(sums[head], crosses.get(head), tokens[head], largest.get(head))
-        for head, group in heads.items()
+            float_lane.watch(i, heads, keep, narrow)
+        lane.watch(i, heads, add)
+    found = {
+        head: PeakStatistics(
+            _whole(sums[head]), crosses.get(head), tokens[head], largest.get(head), aim=aims.get(head)
+        )
+        for head in heads
         if head in sums
-        for name in group
     }
+    return {name: found[head] for head, group in heads.items() if head in found for name in group}
 
 
-def _forward(block, heads, call, hidden, note, early=True) -> None:
-    """One forward of `block`; note(name, input) for each layer in `heads`; ends when all have run."""
-    left = set(heads)
-
-    def hook(name: str):
-        def before(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            note(name, args[0] if args else next(iter(kwargs.values())))
-            left.discard(name)
-            if early and not left:
-                raise _Enough
-
-        return before
-
-    handles = [
-        block.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in heads
-    ]
-    try:
-        call.run(block, hidden)
-    except _Enough:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
+def _narrow(block: nn.Module, group: list[str]) -> bool:
+    """Whether the outputs of a layer, which nobody else shares its input with, are fewer than its inputs."""
+    layer: Any = block.get_submodule(group[0])
+    return len(group) == 1 and layer.out_features < layer.in_features
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).float()
 
 
-def _accumulate(sums: dict[str, Tensor], name: str, a: Tensor, b: Tensor) -> None:
+def _add_square(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
+    """x^T x, in strips from the diagonal to the right: what lies below is the same."""
+    if name not in sums:
+        sums[name] = x.new_zeros(x.shape[1], x.shape[1])
+    for start in range(0, x.shape[1], STRIP):
+        strip = slice(start, start + STRIP)
+        sums[name][strip, start:].addmm_(x[:, strip].T, x[:, start:])
+
+
+def _whole(upper: Tensor) -> Tensor:
+    return upper.triu().add_(upper.triu(1).T)
+
+
+def _add_product(sums: dict[str, Tensor], name: str, a: Tensor, b: Tensor) -> None:
     if name in sums:
         sums[name].addmm_(a.T, b)
     else:

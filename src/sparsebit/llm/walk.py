@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import Captured
 from sparsebit.llm.experts import fold_back, is_routed, unfold_tensors
 from sparsebit.llm.formats import Format
+from sparsebit.llm.lane import Lane
 from sparsebit.llm.methods import (
     IGNORES_DATA,
     METHODS,
@@ -35,10 +37,12 @@ from sparsebit.llm.sources import InMemory
 from sparsebit.llm.spill import Spilled, give_back
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
-from sparsebit.numeric.gptq import Statistics, output_error
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.gptq import Statistics
+from sparsebit.numeric.rtn import at_least_float, rtn
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.numeric.wanda import PrunedWeight
+
+TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
 
 
 @dataclass(frozen=True)
@@ -58,26 +62,31 @@ class Job:
 def walk(source: InMemory, captured: Captured | None, job: Job, store: Store) -> Iterator[int]:
     """Yields each block's number when it is stored."""
     hidden = captured.hidden if captured else []
-    twin = job.match_float and captured is not None and job.method not in NO_TWIN
-    float_hidden = copied(hidden) if twin else None
+    wanted = job.match_float and captured is not None and job.method not in NO_TWIN
+    float_hidden = copied(hidden) if wanted else None
     feeders = Feeders()
     for i in range(len(source.layout)):
         block, prefix = source.block(i), source.layout.prefix(i)
         float_block = copy.deepcopy(block) if float_hidden is not None else None
         calls = captured.calls[i] if captured else []
+        names = list(linears_of(block))
+        lane = Lane(block, calls, hidden, names)
+        twin = None if float_block is None else Lane(float_block, calls, float_hidden, names)
         if store.has(i):
             restore(block, prefix, store.read(i), job, source.blocks[i])
         else:
-            lanes = _Lanes(block, calls, hidden, float_block, float_hidden, feeders)
-            solved, about = _solve_block(lanes, prefix, job)
+            solved, about = _solve_block(_Lanes(lane, twin, feeders), prefix, job)
             store.write(i, _tensors(block, prefix, solved, job.format, source.blocks[i]), about)
-        for b, call in enumerate(calls):
-            hidden[b] = _checked(call.run(block, hidden[b]), prefix)
-            if float_hidden is not None and float_block is not None:
-                float_hidden[b] = call.run(float_block, float_hidden[b])
-        del block, float_block
-        gc.collect()  # modules and the hooks on them are cycles: without this several blocks stay alive
-        give_back()
+        for b in range(len(calls)):
+            hidden[b] = _checked(lane.output(b, last=True), prefix)
+            if twin is not None and float_hidden is not None:
+                float_hidden[b] = twin.output(b, last=True)
+        alive = weakref.ref(block)
+        del block, float_block, lane, twin
+        if alive() is not None:  # modules that know their parents are cycles
+            gc.collect()
+        if i % TRIM == TRIM - 1:
+            give_back()
         yield i
 
 
@@ -90,39 +99,42 @@ def copied(hidden: Any) -> Any:
 class _Lanes:
     """A block that is being quantized on what quantized blocks before it give, and its float twin."""
 
-    block: nn.Module
-    calls: list[Any]
-    hidden: Any  # a list of tensors, or one on disk
-    float_block: nn.Module | None
-    float_hidden: Any
-    feeders: Feeders = field(default_factory=Feeders)
+    lane: Lane
+    twin: Lane | None
+    feeders: Feeders
+
+    @property
+    def block(self) -> nn.Module:
+        return self.lane.block
 
     def collect(self, groups: list[list[str]], peaks: bool = False) -> dict[str, Statistics]:
-        lanes = self.hidden, self.float_block, self.float_hidden
-        return collect(self.block, groups, self.calls, *lanes, peaks)
+        if self.twin is not None:  # its weights stay
+            self.twin.settle(name for group in groups for name in group)
+        return collect(self.lane, groups, self.twin, peaks)
 
 
 def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved], dict[str, dict[str, Any]]]:
     """Stage after stage (layers that read one tensor); without true_sequential all layers are one stage."""
     linears = {n: m for n, m in linears_of(lanes.block).items() if prefix + n in job.specs}
-    measured = job.method not in IGNORES_DATA and bool(lanes.calls)
+    measured = job.method not in IGNORES_DATA and bool(len(lanes.lane))
     groups = [list(linears)]
     if measured:
-        groups = sharing(lanes.block, linears, lanes.calls[0], lanes.hidden[0])
+        groups = sharing(lanes.twin or lanes.lane.apart(), linears)
     stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
     solved: dict[str, Solved] = {}
     about: dict[str, dict[str, Any]] = {}
     folded = _fold_scales(lanes, groups, prefix, job) if measured and job.method in SCALES else {}
     for stage in stages:
+        names = [name for group in stage for name in group]
         statistics = lanes.collect(stage) if measured else {}
-        for name in (name for group in stage for name in group):
+        for name in names:
             spec, seen = job.specs[prefix + name], statistics.get(name)
             solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
             about[prefix + name] = {**told, **folded.get(name, {})}
-        for name in (name for group in stage for name in group):
+        for name in names:
             set_weight(linears[name], solved[name])
+        lanes.lane.settle(names)
         del statistics
-        give_back()
     return solved, about
 
 
@@ -137,7 +149,7 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
 
 def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) -> dict[str, dict[str, Any]]:
     """Scales that the method chooses, where the block has a place for them; says which layer took them."""
-    found = lanes.feeders.find(lanes.block, groups, lanes.calls[0], lanes.hidden[0])
+    found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
     scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
     choose = SCALES[job.method]
     statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
@@ -151,6 +163,7 @@ def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) 
         )
         fold(lanes.block, feeder, group, scales)
         about.update({name: {"scales_in": prefix + feeder.name} for name in group})
+    lanes.lane.forget()
     return about
 
 
@@ -177,11 +190,16 @@ def solve(
         about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
     about["stored_bits"] = round(q.stored_bits(), 4)
     if statistics is not None:
-        h, w = statistics.hessian.double(), linear.weight.double()
-        signal = ((w @ h) * w).sum().clamp(min=1e-30)
-        lost = output_error(w, h, q).sum()  # type: ignore[arg-type]  # all it asks of q is dequantize()
-        about["error"] = float(f"{float(lost / signal):.4g}")
+        about["error"] = float(f"{_share_lost(linear.weight, statistics.hessian, q):.4g}")
     return q, about
+
+
+def _share_lost(weight: Tensor, hessian: Tensor, q: Solved) -> float:
+    """Squared error of the outputs as a share of their squares."""
+    w = at_least_float(weight)
+    gap, h = w - q.dequantize(w.dtype), hessian.to(w.dtype)
+    lost, signal = (((x @ h) * x).sum() for x in (gap, w))
+    return float(lost / signal.clamp(min=1e-30))
 
 
 def set_weight(linear: nn.Linear, q: Solved) -> None:

@@ -7,12 +7,14 @@ argmin_Q |X_f W^T - X Q^T| = argmin_Q |X (W* - Q)^T| with W* = W + W (X_f - X)^T
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.numeric.kernels import columns
 from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_index, round_to
 from sparsebit.numeric.refine import refine_grid
 from sparsebit.numeric.rtn import at_least_float, fit_grid, fit_groups, on_grid, rtn
@@ -28,6 +30,38 @@ class Statistics:
     hessian: Tensor  # X^T X
     cross: Tensor | None = None  # (X_float - X)^T X, where the float model's inputs X_float differ
     tokens: int = 0
+    # instead of `cross`, where outputs are fewer than inputs: Y^T X with Y = X_float W^T
+    aim: Tensor | None = field(default=None, kw_only=True)
+
+    def shift(self, w: Tensor) -> Tensor | None:
+        """W (X_float - X)^T X, where that is known."""
+        if self.aim is not None:
+            return self.aim.to(w.dtype) - w @ self.hessian.to(w.dtype)
+        return None if self.cross is None else w @ self.cross.to(w.dtype)
+
+    def factored(self, damping: float, act_order: bool, dtype: torch.dtype) -> Factored:
+        """Layers that read one tensor share this object, and with it the work."""
+        found: dict[tuple[Any, ...], Factored] = self.__dict__.setdefault("_factored", {})
+        key = damping, act_order, dtype
+        if key not in found:
+            found[key] = _factor(damped(self.hessian, damping, len(self.hessian)), act_order, dtype)
+        return found[key]
+
+
+@dataclass(frozen=True)
+class Factored:
+    """H, damped; with its inputs in the order of the greedy pass H = R R^T and U = R^-1, both upper."""
+
+    h: Tensor  # inputs in their own order
+    order: Tensor
+    lower: Tensor  # R with both axes reversed, which is a lower Cholesky factor
+    u: Tensor
+
+    def solve(self, right: Tensor) -> Tensor:
+        """right H^-1, for `right` (rows, inputs)."""
+        turned, out = self.order.flip(0), torch.empty_like(right)
+        out[:, turned] = torch.cholesky_solve(right[:, turned].T, self.lower).T
+        return out
 
 
 def gptq(
@@ -52,15 +86,19 @@ def gptq(
     Row by row never worse than rounding to nearest on the same kind of grid, in the damped error on the outputs.
     """
     check(weight, spec)
-    h = damped(statistics.hessian, damping, weight.shape[1])
-    w = target_of(at_least_float(weight), statistics, h)
-    order = h.diagonal().argsort(descending=True, stable=True) if act_order else None
+    check_hessian(statistics.hessian, weight.shape[1])
+    w = at_least_float(weight)
+    factored = statistics.factored(damping, act_order, w.dtype)
+    shift = statistics.shift(w)
+    if shift is not None:
+        w = w + factored.solve(shift)
+    h, order = factored.h, factored.order
     static = None
     if static_groups or spec.group is None:
         static = fit_groups(w, h.diagonal().float(), spec, clip, scale_dtype)
-    codes, scales, zeros = _columns(w, h, spec, order, static, clip, scale_dtype)
+    codes, scales, zeros, lost = _columns(w, factored, spec, static, clip, scale_dtype)
     g_idx = None
-    if order is not None and static is None:
+    if act_order and static is None:
         g_idx = torch.empty_like(order, dtype=torch.int32)
         g_idx[order] = group_index(w.shape[1], spec.group, w.device).int()
     found = QuantizedWeight(codes, scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
@@ -68,14 +106,18 @@ def gptq(
         plain = on_grid(w, static, spec)
     else:
         plain = rtn(w, h.diagonal().float(), spec, clip=clip, scale_dtype=scale_dtype, g_idx=g_idx)
-    found = better_rows(w, h, found, plain)
+    found = better_rows(w, h, found, plain, lost)
     return refine_grid(w.float(), h.float(), found, refine) if refine else found
+
+
+def check_hessian(hessian: Tensor, inputs: int) -> None:
+    if hessian.shape != (inputs, inputs):
+        raise ConfigError(f"hessian: the weight has {inputs} inputs, its shape is {tuple(hessian.shape)}")
 
 
 def damped(hessian: Tensor, damping: float, inputs: int) -> Tensor:
     """H + damping * mean(diag) in float64; inputs that are always zero do not matter."""
-    if hessian.shape != (inputs, inputs):
-        raise ConfigError(f"hessian: the weight has {inputs} inputs, its shape is {tuple(hessian.shape)}")
+    check_hessian(hessian, inputs)
     if not damping > 0:
         raise ConfigError(f"damping: must be above 0, got {damping}")
     h = hessian.double().clone()
@@ -89,40 +131,67 @@ def damped(hessian: Tensor, damping: float, inputs: int) -> Tensor:
 
 def target_of(w: Tensor, statistics: Statistics, h: Tensor) -> Tensor:
     """W*: the weight that fits the float layer's outputs best on the inputs that the quantized layer gets."""
-    if statistics.cross is None:
+    shift = statistics.shift(w.double())
+    if shift is None:
         return w
-    moved = torch.cholesky_solve((w.double() @ statistics.cross.double()).T, torch.linalg.cholesky(h)).T
-    return (w.double() + moved).to(w.dtype)
+    return (w.double() + torch.cholesky_solve(shift.T, torch.linalg.cholesky(h)).T).to(w.dtype)
+
+
+def _factor(h: Tensor, act_order: bool, dtype: torch.dtype) -> Factored:
+    """With H = R R^T, H^-1 = R^-T R^-1 = U^T U: one factorisation, of H turned around, instead of two.
+
+    It is made in float64; U is as well conditioned as a root of H, so the rest may be `dtype`.
+    """
+    inputs = torch.arange(len(h), device=h.device)
+    order = h.diagonal().argsort(descending=True, stable=True) if act_order else inputs
+    turned = order.flip(0)
+    lower = torch.linalg.cholesky(h[turned][:, turned]).to(dtype)
+    return Factored(h.to(dtype), order, lower, _inverse(lower).flip(0, 1).contiguous())
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """Of a lower triangle, by halves: nearly all of the work is products."""
+    n = len(lower)
+    if n <= BLOCK:
+        one = torch.eye(n, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, one, upper=False)
+    half, out = n // 2, torch.zeros_like(lower)
+    out[:half, :half], out[half:, half:] = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
+    out[half:, :half] = -(out[half:, half:] @ lower[half:, :half]) @ out[:half, :half]
+    return out
 
 
 def _columns(
     w: Tensor,
-    h: Tensor,
+    factored: Factored,
     spec: QuantSpec,
-    order: Tensor | None,
     static: tuple[Tensor, Tensor] | None,
     clip: str,
     scale_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales, zeros): the greedy pass. Works on W^T, so that a column is one run of memory."""
-    inputs, group = w.shape[1], spec.group or w.shape[1]
-    order = torch.arange(inputs, device=w.device) if order is None else order
-    u = _inverse_factor(h[order][:, order]).to(w.dtype)
-    wt, codes = w.T[order].contiguous(), torch.empty_like(w.T, dtype=torch.uint8)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(codes, scales, zeros, error of each row): the greedy pass. Works on W^T: a column is one run of memory."""
+    inputs, group, order = w.shape[1], spec.group or w.shape[1], factored.order
+    u, wt = factored.u, w.T[order].contiguous()
+    codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
     index = group_index(inputs, spec.group, w.device)
+    native = None
     if static is not None:
         index = index[order]
         scales, zeros = static
+        native = columns.of(w, index, scales, zeros, spec.bits)
     else:
         shape = (w.shape[0], int(index[-1]) + 1)
         scales = torch.empty(shape, dtype=scale_dtype, device=w.device)
         zeros = torch.empty(shape, dtype=torch.uint8, device=w.device)
-    importance, at = h.diagonal()[order].float(), index.tolist()
+    importance, at = factored.h.diagonal()[order].float(), index.tolist()
     block = max(BLOCK // group, 1) * group if static is None else BLOCK  # no new group lies in two blocks
+    lost = wt.new_zeros(wt.shape[1])
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
         errors = torch.empty_like(wt[start:stop])
-        for j in range(start, stop):
+        if native is not None:
+            native.greedy(wt, errors, u, codes, order, start, stop)
+        for j in range(start, stop) if native is None else ():
             if static is None and j % group == 0:
                 part = slice(j, min(j + group, inputs))
                 grid = fit_grid(wt[part].T.contiguous(), importance[part], spec, clip, scale_dtype)
@@ -133,23 +202,21 @@ def _columns(
             errors[j - start] = (wt[j] - (code - zero) * scale) / u[j, j]
             wt[j + 1 : stop].addr_(u[j, j + 1 : stop], errors[j - start], alpha=-1)
         wt[stop:].addmm_(u[start:stop, stop:].T, errors, alpha=-1)
-    return codes.T.contiguous(), scales, zeros
-
-
-def _inverse_factor(h: Tensor) -> Tensor:
-    """Upper U with U^T U = h^-1."""
-    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h)), upper=True)
+        lost += errors.square().sum(0)  # with W - Q = E U, (W - Q) H (W - Q)^T = E E^T
+    return codes.T.contiguous(), scales, zeros, lost
 
 
 def output_error(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
     """(rows,): (w - q) H (w - q)^T of each row, the squared error of its outputs over the calibration tokens."""
-    gap = w.double() - q.dequantize(torch.float64)
-    return ((gap @ h.double()) * gap).sum(1)
+    gap = w - q.dequantize(w.dtype)
+    return ((gap @ h.to(w.dtype)) * gap).sum(1)
 
 
-def better_rows(w: Tensor, h: Tensor, a: QuantizedWeight, b: QuantizedWeight) -> QuantizedWeight:
-    """Of two solutions with one grouping, the better one for each row."""
-    take = (output_error(w, h, b) < output_error(w, h, a))[:, None]
+def better_rows(
+    w: Tensor, h: Tensor, a: QuantizedWeight, b: QuantizedWeight, lost: Tensor
+) -> QuantizedWeight:
+    """Of two solutions with one grouping, the better one for each row; `lost` is the error of the first."""
+    take = (output_error(w, h, b) < lost)[:, None]
     return replace(
         a,
         codes=torch.where(take, b.codes, a.codes),

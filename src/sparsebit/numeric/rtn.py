@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
+from sparsebit.numeric.kernels import columns
 from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_index, round_to
 from sparsebit.numeric.spec import QuantSpec
 
 SHRINK = torch.linspace(1.0, 0.3, 57)  # shares of the full range that the mse clip tries
+PIECE = 2**14  # groups whose grids are tried together
 
 
 def rtn(
@@ -77,9 +79,19 @@ def fit_grid(
     if spec.symmetric:
         high = torch.maximum(-low, high)
         low = -high
-    best = grid_of(low, high, spec, scale_dtype)
     if clip == "minmax":
-        return best[0].to(scale_dtype), best[1].to(torch.uint8)
+        scale, zero = grid_of(low, high, spec, scale_dtype)
+        return scale.to(scale_dtype), zero.to(torch.uint8)
+    lib = columns.library_for(w)
+    if lib is not None:
+        found, step = [], max(PIECE // low[:1].numel(), 1)
+        for part, bottom, top in zip(w.split(step), low.split(step), high.split(step)):
+            shares = SHRINK.view(-1, *[1] * top.dim())
+            grids = grid_of(bottom * shares, top * shares, spec, scale_dtype)
+            found.append(columns.least(lib, part, importance, *grids, spec.bits))
+        scales, zeros = (torch.cat(parts) for parts in zip(*found))
+        return scales.to(scale_dtype), zeros.to(torch.uint8)
+    best = grid_of(low, high, spec, scale_dtype)
     least = _error(w, importance, *best, spec.bits)
     for share in SHRINK[1:].tolist():
         grid = grid_of(low * share, high * share, spec, scale_dtype)
