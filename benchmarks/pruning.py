@@ -29,7 +29,7 @@ import sparsebit
 from sparsebit.sparse import SparseModel, shorten
 
 BUDGET = 0.5
-METHODS = ["torch-pruning", "l2norm, no data", "l2norm", "fpgm", "l2norm, fast", "fpgm, fast"]
+METHODS = ["torch-pruning", "l2norm, no data", "l2norm", "fpgm", "fpgm, all", "l2norm, fast", "fpgm, fast"]
 BRANCHES = {20: 2, 32: 3, 44: 4}  # of "fast": residual branches that a linear layer stands in for
 
 
@@ -42,13 +42,17 @@ def macs(model: nn.Module) -> int:
 def ours(
     method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]], branches: int
 ) -> tuple[nn.Module, float, float]:
-    """(small, CPU seconds of the cut, of the passes over data); `fpgm`, `l2norm, no data` or `l2norm, fast`.
+    """(small, CPU seconds of the cut, of the passes over data); the forms of a strategy:
 
-    With data, layers behind a cut are refit and batch norms re-estimated: what `sparsebit.prune(..., batches=)` does.
-    Fast: whole blocks of 16 channels inside the residual blocks, and a linear layer in place of some of these.
+    l2norm            inner channels of the residual blocks, the same share of every layer, as torch-pruning does it;
+                      with data, layers behind a cut are refit and batch norms re-estimated: what batches= does
+    l2norm, no data   without that
+    l2norm, all       channels of the residual streams too, of all layers together
+    l2norm, fast      whole blocks of 16 inner channels, and a linear layer in place of some residual blocks
     """
     strategy, _, form = method.partition(", ")
-    sparser = {"STRATEGY": strategy, "RATIO": 0.5, "SCOPE": "global", "ROUND_TO": 16 if form == "fast" else 1}
+    scope = "global" if form in ("all", "fast") else "layer"
+    sparser = {"STRATEGY": strategy, "RATIO": 0.5, "SCOPE": scope, "ROUND_TO": 16 if form == "fast" else 1}
     example, budget = torch.zeros(1, 3, 32, 32), BUDGET
     clock, data = time.process_time(), 0.0
     if form == "fast":
@@ -57,7 +61,7 @@ def ours(
         data += time.process_time()
         budget *= whole / macs(net)
     smodel = SparseModel(net, {"DEVICE": "cpu", "SPARSER": sparser}, example)
-    if form == "fast":
+    if form != "all":
         smodel.disable_sparse_before_add()
     if form != "no data":
         data -= time.process_time()

@@ -64,5 +64,5 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError:
-        raise SparsebitError("nf4: needs bitsandbytes; pip install bitsandbytes") from None
+        raise SparsebitError("nf4: needs bitsandbytes: pip install 'sparsebit[nf4]'") from None
     return bitsandbytes
