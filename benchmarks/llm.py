@@ -6,8 +6,8 @@
 
 Calibration on the first --calibrate windows of --length tokens of one text, perplexity on --evaluate windows of
 --window tokens of another (SmolLM2: wikitext-2 valid and test; 8 windows of 1024 give 23.61 for the float model).
-`gptq, plain` is the algorithm as other tools run it: min-max grids, no act-order, no float targets, no refinement;
-`gptq, fast` leaves out the float targets alone, and with them one of two forward passes.
+`gptq, plain` is the algorithm as other tools run it: min-max grids, no act-order, no refinement; `gptq, float targets`
+aims at the float model's outputs, which needs another forward pass.
 Times are wall and CPU seconds of reading, quantizing and saving; on a shared machine compare the latter.
 """
 
@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from llm_assets import smollm2_folder, smollm2_missing, stories, stories260k, stories_tokens, wikitext
 from sparsebit import llm
 
-PLAIN = {"clip": "minmax", "act_order": False, "refine": 0, "true_sequential": False, "match_float": False}
+PLAIN = {"clip": "minmax", "act_order": False, "refine": 0, "true_sequential": False}
 ROWS: dict[str, dict[str, Any]] = {
     "rtn": {"method": "rtn", "clip": "minmax"},
     "rtn, mse": {"method": "rtn"},
     "gptq, plain": PLAIN,
     "gptq": {},
-    "gptq, fast": {"match_float": False},
+    "gptq, float targets": {"match_float": True},
     "gptq, no refine": {"refine": 0},
-    "gptq, one pass": {"true_sequential": False, "match_float": False},
+    "gptq, one pass": {"true_sequential": False},
     "gptq, asymmetric": {"symmetric": False},
     "awq": {"method": "awq"},
     "hqq": {"method": "hqq"},

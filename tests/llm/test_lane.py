@@ -102,16 +102,17 @@ def test_every_layer_of_a_block_runs_once(tmp_path, monkeypatch):
     most: list[dict[str, int]] = []
     monkeypatch.setattr(nn.Linear, "forward", counted)
     monkeypatch.setattr(walk, "_solve_block", counting)
-    llm.quantize(tiny(), tokens(3), save=tmp_path, group_size=16)
+    llm.quantize(tiny(), tokens(3), save=tmp_path, group_size=16, match_float=True)
     # down runs when the block's output is made
     once = {f"attention.{n}": 3 for n in "qkvo"} | {"gate": 3, "up": 3, "down": 0}
     assert most == [once] * 3
 
 
-def test_without_room_the_bytes_are_the_same(tmp_path, monkeypatch):
-    llm.quantize(tiny(), tokens(), save=tmp_path / "a", group_size=16)
+@pytest.mark.parametrize("match_float", [False, True])
+def test_without_room_the_bytes_are_the_same(tmp_path, monkeypatch, match_float):
+    llm.quantize(tiny(), tokens(), save=tmp_path / "a", group_size=16, match_float=match_float)
     monkeypatch.setattr(lanes, "ROOM", 0)
-    llm.quantize(tiny(), tokens(), save=tmp_path / "b", group_size=16)
+    llm.quantize(tiny(), tokens(), save=tmp_path / "b", group_size=16, match_float=match_float)
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
 

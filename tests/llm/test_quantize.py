@@ -232,10 +232,12 @@ def test_stories260k(tmp_path):
     for name, options in {
         "gptq4": {"bits": 4},
         "gptq3": {"bits": 3},
+        "gptq3, float targets": {"bits": 3, "match_float": True},
         "rtn3": {"bits": 3, "method": "rtn", "clip": "minmax"},
         "rtn3, mse": {"bits": 3, "method": "rtn"},
     }.items():
         llm.quantize(model, calibration.split(4), save=tmp_path / name, group_size=64, **options)
         figures[name] = llm.perplexity(llm.load(tmp_path / name, model), test, batch=16)
     assert figures["gptq4"] < 1.12 * figures["float"], figures
+    assert figures["gptq3, float targets"] < figures["gptq3"], figures
     assert figures["gptq3"] < 0.85 * figures["rtn3, mse"] < 0.8 * figures["rtn3"], figures

@@ -164,11 +164,13 @@ def digest(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
+@pytest.mark.parametrize("match_float", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path, monkeypatch, mixed):
-    options = {"group_size": 16, "bits": 3}
+def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path, monkeypatch, mixed, match_float):
+    options = {"group_size": 16, "bits": 3, "match_float": match_float}
     if mixed:
-        options = {"group_size": 16, "candidate_bits": (2, 4), "average_bits": 3.0}
+        options |= {"candidate_bits": (2, 4), "average_bits": 3.0}
+        del options["bits"]
     llm.quantize(tiny(), tokens(), save=tmp_path / "whole", **options)
     from sparsebit.llm import store
 
@@ -253,14 +255,16 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(walk, "_solve_block", counting)
     for layers in (2, 6):
         model = tiny(layers=layers)
-        llm.quantize(model, tokens(1), save=tmp_path / str(layers), group_size=16)
+        llm.quantize(model, tokens(1), save=tmp_path / str(layers), group_size=16, match_float=True)
         assert max(most) <= layers + 3, (
             most
         )  # the user's own, the copy, its float twin, the one for capturing
         most.clear()
 
 
-@pytest.mark.parametrize("options", [{}, {"candidate_bits": (2, 4), "average_bits": 3.0}, {"method": "awq"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"match_float": True}, {"candidate_bits": (2, 4), "average_bits": 3.0}, {"method": "awq"}]
+)
 def test_activations_on_disk_give_the_same_bytes(tmp_path, monkeypatch, options):
     from sparsebit.llm.spill import Spilled
 

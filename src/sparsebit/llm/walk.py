@@ -55,7 +55,7 @@ class Job:
     format: Format
     scale_dtype: torch.dtype
     true_sequential: bool = True
-    match_float: bool = True
+    match_float: bool = False
 
 
 @torch.no_grad()
