@@ -7,7 +7,7 @@ recipe, pip installs nothing. Python blocks are run by test_docs_code.py, consol
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import re
 import runpy
 import shlex
@@ -71,9 +71,13 @@ def run_script(script: str, given: list[str], monkeypatch: pytest.MonkeyPatch) -
 
 def install(words: list[str]) -> None:
     """pip, with the project where the page names the package, and without dependencies."""
-    for package in ("hatchling", "editables", "pip"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"needs {package}")
+    installed = {d.name for d in importlib.metadata.distributions()}
+    for package in {
+        "hatchling",
+        "editables",
+        "pip",
+    } - installed:  # not find_spec: looking for pip disables distutils
+        pytest.skip(f"needs {package}")
     assert words[0] == "install"
     here = [re.sub(r"^(sparsebit|\.)(?=\[|$)", str(ROOT), word) for word in words[1:]]
     offline = ["--dry-run", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]

@@ -5,6 +5,7 @@ Nothing is downloaded; screenshots go to SPARSEBIT_SCREENSHOTS, or into the test
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -78,9 +79,12 @@ def _collect(master: int, shown: bytearray) -> None:
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory) -> Terminal:
     """The wheel, built and installed as pip does it, into a folder of its own."""
-    for package in ("hatchling", "pip"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"building and installing the wheel needs {package}")
+    installed = {d.name for d in importlib.metadata.distributions()}
+    for package in {
+        "hatchling",
+        "pip",
+    } - installed:  # not find_spec: looking for pip disables setuptools' distutils
+        pytest.skip(f"building and installing the wheel needs {package}")
     folder = tmp_path_factory.mktemp("hour")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

@@ -64,8 +64,7 @@ def quantize(
                 for 8-bit activations, "dense" for pruned weights. None: what fits the method.
     candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
     true_sequential  within a block, a layer sees what the quantized layers before it give.
-    match_float      aim at the float model's outputs, not at the float layer's outputs on quantized inputs; twice the
-                     forward passes, and it is worth trying both.
+    match_float      aim at the float model's outputs, not the float layer's on quantized inputs; twice the passes.
     rotate           turn the residual stream first, so that outliers are spread; the float outputs stay.
     blocks      the path of the ModuleList of decoder blocks, where the largest is not it.
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
