@@ -199,7 +199,7 @@ def run(quiet: bool = False) -> dict[str, Any]:
     console.print("calibrated on 512 training images; every row: sparsebit.quantize(net, batches, config)")
     console.print("8x8 images show the fixed cost of calibration; at 224x224 it is 1.0-1.3 x (make bench)")
     files = certificates(console, net, batches, x_test)
-    console.print(NEXT, markup=False, highlight=False)
+    console.print(NEXT, markup=False, highlight=False, soft_wrap=True)  # a command must stay one line
     return {"rows": [asdict(line) for line in lines], "onnx": files}
 
 
