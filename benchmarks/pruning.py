@@ -26,11 +26,21 @@ from torch.utils.flop_counter import FlopCounterMode
 import assets
 import qat_cifar
 import sparsebit
-from sparsebit.sparse import SparseModel, shorten
+from sparsebit.sparse import SparseModel, merge, shorten
 
 BUDGET = 0.5
 METHODS = ["torch-pruning", "l2norm, no data", "l2norm", "fpgm", "fpgm, all", "l2norm, fast", "fpgm, fast"]
-BRANCHES = {20: 2, 32: 3, 44: 4}  # of "fast": residual branches that a linear layer stands in for
+# of "fast": blocks that go into the one behind them, branches that a linear layer stands in for, scope of the cut; what
+# `merge` and `shorten` chose in one of a few tries (docs/decisions.md has the others)
+FAST: dict[int, tuple[list[str], list[str], str]] = {
+    20: ([], ["layer1.0", "layer1.1"], "global"),
+    32: (
+        [],
+        [f"layer{name}" for name in ("2.1", "2.3", "1.3", "2.2", "3.2", "1.4", "2.4", "3.4")],
+        "layer",
+    ),
+    44: (["layer1.0", "layer1.2", "layer1.3", "layer1.5"], [], "layer"),
+}
 
 
 def macs(model: nn.Module) -> int:
@@ -40,7 +50,7 @@ def macs(model: nn.Module) -> int:
 
 
 def ours(
-    method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]], branches: int
+    method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]], depth: int
 ) -> tuple[nn.Module, float, float]:
     """(small, CPU seconds of the cut, of the passes over data); the forms of a strategy:
 
@@ -48,18 +58,22 @@ def ours(
                       with data, layers behind a cut are refit and batch norms re-estimated: what batches= does
     l2norm, no data   without that
     l2norm, all       channels of the residual streams too, of all layers together
-    l2norm, fast      whole blocks of 16 inner channels, and a linear layer in place of some residual blocks
+    l2norm, fast      whole blocks of 16 inner channels, after residual blocks were put side by side, or a linear layer
+                      in place of some
     """
     strategy, _, form = method.partition(", ")
-    scope = "global" if form in ("all", "fast") else "layer"
+    blocks, branches, scope = (
+        FAST[depth] if form == "fast" else ([], [], "global" if form == "all" else "layer")
+    )
     sparser = {"STRATEGY": strategy, "RATIO": 0.5, "SCOPE": scope, "ROUND_TO": 16 if form == "fast" else 1}
     example, budget = torch.zeros(1, 3, 32, 32), BUDGET
     clock, data = time.process_time(), 0.0
     if form == "fast":
         data -= time.process_time()
-        whole, net = macs(net), shorten(net, example, branches, batches[:8], narrow=16)
+        whole, net = macs(net), merge(net, example, blocks, batches[:8])
+        net = shorten(net, example, branches, batches[:8])
         data += time.process_time()
-        budget *= whole / macs(net)
+        budget = min(1.0, budget * whole / macs(net))
     smodel = SparseModel(net, {"DEVICE": "cpu", "SPARSER": sparser}, example)
     if form != "all":
         smodel.disable_sparse_before_add()
@@ -188,7 +202,7 @@ def main() -> None:
                 prune = (
                     torch_pruning
                     if method == "torch-pruning"
-                    else functools.partial(ours, method, batches=batches, branches=BRANCHES[depth])
+                    else functools.partial(ours, method, batches=batches, depth=depth)
                 )
                 prune(net)  # once for the imports
                 torch.manual_seed(0)

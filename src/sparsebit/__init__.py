@@ -73,6 +73,7 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    merge: int | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
     progress: bool | None = None,
@@ -86,6 +87,8 @@ def prune(
     batches   for those: inputs, or (inputs, target); loss(output, target), cross entropy if nothing is said.
     scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
+    merge     so many residual blocks first go into the one behind them, side by side: less depth, the same channels;
+              those that `batches` show to change least, narrow ones (round_to) before others; or the names of some.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least, narrow ones (round_to) before others; or the names of some.
     config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to and ratio.
@@ -108,6 +111,7 @@ def prune(
         loss=loss,
         scope=scope,
         round_to=round_to,
+        merge=merge,
         depth=depth,
         config=config,
         progress=progress,

@@ -155,3 +155,16 @@ def test_bad_input(options, message):
     make, data = channel_nets.ARCHITECTURES["plain"]
     with pytest.raises(ConfigError, match=message):
         sparsebit.prune(make(), data(), **options)
+
+
+@torch.no_grad()
+def test_a_model_in_training_is_cut_as_it_is():
+    """Running the example in training would move the statistics of its batch norms."""
+    make, data = channel_nets.ARCHITECTURES["residual"]
+    torch.manual_seed(0)
+    net, x = randomise(make()), data()
+    want = prune(net.eval(), x, 0.5).state_dict()
+    small = prune(net.train(), x, 0.5)
+    assert small.training and any("running_mean" in name for name in want)
+    for name, value in small.state_dict().items():
+        assert torch.equal(value, want[name]), name

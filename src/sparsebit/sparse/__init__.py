@@ -9,12 +9,22 @@ from sparsebit.sparse.sparse_config import parse_sconfig
 
 if TYPE_CHECKING:
     from sparsebit.sparse.depth import find_branches, shorten
+    from sparsebit.sparse.merging import merge
     from sparsebit.sparse.plan import Plan
     from sparsebit.sparse.schedule import Schedule
     from sparsebit.sparse.sparse_model import SparseModel
     from sparsebit.sparse.zeros import keep_zeros
 
-__all__ = ["Plan", "Schedule", "SparseModel", "find_branches", "keep_zeros", "parse_sconfig", "shorten"]
+__all__ = [
+    "Plan",
+    "Schedule",
+    "SparseModel",
+    "find_branches",
+    "keep_zeros",
+    "merge",
+    "parse_sconfig",
+    "shorten",
+]
 
 HOMES = {
     "Plan": "plan",
@@ -22,6 +32,7 @@ HOMES = {
     "SparseModel": "sparse_model",
     "find_branches": "depth",
     "keep_zeros": "zeros",
+    "merge": "merging",
     "shorten": "depth",
 }
 

@@ -1,4 +1,4 @@
-"""Depth: a branch of a residual addition goes whole, and the linear map that comes closest stands in for it.
+"""Depth: a branch of a residual addition goes whole, and the linear layer that comes closest stands in for it.
 
 Kernels work in blocks of 8 or 16 channels: a layer of 16 gets no faster with 10, but a branch less always helps.
 Which one goes is measured: the one that changes the output least per multiplication saved.
@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
-from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device, tracked
+from sparsebit.errors import ConfigError
 from sparsebit.graph.ops import op_of
 from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.sparse.closeness import Batches, errors_of, values_at
 from sparsebit.sparse.costs import PerNode
 from sparsebit.sparse.prune import call_of, traced
-from sparsebit.sparse.running import Call, Runner
+from sparsebit.sparse.running import Call
 from sparsebit.sparse.sparse_model import ADDS
 from sparsebit.sparse.stand_in import rows, solve, stand_in
 
@@ -42,6 +41,7 @@ class Branch:
     kept: str  # its other operand
     width: int  # of its widest layer
     normed: bool  # is there a batch norm in it?
+    size: float  # mean length of its filters
     rank: int  # of the values
     channels: int  # along axis 1 behind a convolution, else along the last
 
@@ -70,11 +70,9 @@ def shorten(
     whole = traced(model, call)
     flags = {path: module.training for path, module in whole.named_modules()}
     whole.eval()
-    if isinstance(batches, Iterator):
-        raise ConfigError("depth: batches are read several times; pass a list or a loader, not a generator")
     if isinstance(branches, int) and branches and batches is None:
         raise ConfigError("depth: which branches go is measured: pass batches, or their names")
-    calls = None if batches is None else _Batches(whole, batches, progress)
+    calls = None if batches is None else Batches(whole, batches, progress, "depth")
     small, names = whole, list[str]()
     for wanted in range(branches) if isinstance(branches, int) else branches:
         found = {branch.name: branch for branch in _branches(small, call)}
@@ -97,7 +95,7 @@ def _narrow(found: dict[str, Branch], width: int) -> list[Branch]:
 
 
 def _best(
-    whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: _Batches | None
+    whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: Batches | None
 ) -> tuple[Branch, fx.GraphModule]:
     """The branch whose loss costs least per multiplication saved, and `small` without it."""
     like = next(small.parameters())
@@ -107,28 +105,10 @@ def _best(
     trials = [_without(small, branch, layer) for branch, layer in zip(tried, layers)]
     if calls is None or len(trials) == 1:
         return tried[0], trials[0]
-    errors = _errors(whole, trials, calls)
+    errors = errors_of(whole, trials, calls)
     i = min(range(len(tried)), key=lambda i: errors[i] / tried[i].macs)
     log.info("depth: %s goes, relative error of the output %.3g", tried[i].name, errors[i])
     return tried[i], trials[i]
-
-
-# -- data ----------------------------------------------------------------------------------------------
-class _Batches:
-    """The arguments of every batch, on the device of the model, as often as they are wanted."""
-
-    def __init__(self, gm: fx.GraphModule, batches: Any, progress: bool | None):
-        self.batches, self.progress, self.signature = batches, progress, signature_of(gm)
-        self.device = next((p.device for p in gm.parameters()), torch.device("cpu"))
-
-    def __iter__(self) -> Iterator[Call]:
-        empty = True
-        for batch in tracked(as_iterable(self.batches), self.progress, "depth"):
-            empty = False
-            args, kwargs = as_call(batch, self.signature)
-            yield to_device(args, self.device), to_device(kwargs, self.device)
-        if empty:
-            raise CalibrationError("no data: `batches` is empty; a few dozen samples are enough")
 
 
 @torch.no_grad()
@@ -137,57 +117,19 @@ def _fit(
     small: fx.GraphModule,
     tried: list[Branch],
     layers: list[Any],
-    calls: _Batches,
+    calls: Batches,
 ) -> None:
-    """Least squares: from what `small` has in front of an addition to what `whole` has behind it."""
+    """Least squares: from what `small` has in front of an addition to what it then lacks of the sum in `whole`."""
     moments: list[Any] = [0.0] * len(tried)
     for call in calls:
-        behind = _values(whole, {branch.add for branch in tried}, call)
-        before = _values(small, {branch.kept for branch in tried}, call)
+        behind = values_at(whole, {branch.add for branch in tried}, call)
+        before = values_at(small, {branch.kept for branch in tried}, call)
         for i, (branch, layer) in enumerate(zip(tried, layers)):
             x, y = (rows(value, layer[0]) for value in (before[branch.kept], behind[branch.add]))
-            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            x, y = torch.cat([x, torch.ones_like(x[:, :1])], 1), y - x
             moments[i] = moments[i] + x.T @ torch.cat([x, y], 1)
-    for moment, layer in zip(moments, layers):
-        solve(moment, *layer)
-
-
-class _Seen(Runner):
-    """Keeps some values as they are computed: an activation in place would write over them."""
-
-    def __init__(self, gm: fx.GraphModule, names: set[str]):
-        super().__init__(gm)
-        self.names = names
-        self.seen: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.name in self.names:
-            self.seen[n.name] = value.clone()
-        return value
-
-
-def _values(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor]:
-    run = _Seen(gm, names)
-    run.run_on(gm, call)
-    return run.seen
-
-
-@torch.no_grad()
-def _errors(whole: fx.GraphModule, trials: list[fx.GraphModule], calls: _Batches) -> list[float]:
-    """How far the output of each is from that of `whole`, relative to its power."""
-    errors, power = [0.0] * len(trials), 0.0
-    for args, kwargs in calls:
-        want = _floats(whole(*args, **kwargs))
-        power += sum(float(x.square().sum()) for x in want)
-        for i, trial in enumerate(trials):
-            got = _floats(trial(*args, **kwargs))
-            errors[i] += sum(float((a - b).square().sum()) for a, b in zip(got, want))
-    return [error / max(power, 1e-30) for error in errors]
-
-
-def _floats(output: Any) -> list[Tensor]:
-    return [x.double() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]
+    for branch, moment, layer in zip(tried, moments, layers):
+        solve(moment, branch.size, *layer)
 
 
 # -- the graph -----------------------------------------------------------------------------------------
@@ -213,11 +155,12 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
             saved -= int(torch.Size(shape).numel()) * channels
             if saved > 0:
                 rank = len(shape) if convolution else 0
-                width = max(len(gm.get_submodule(layer).weight) for layer in layers)  # type: ignore[arg-type]
-                name, normed = _common(layers), convolution and any(_is_norm(n, gm) for n in only)
-                found.append(Branch(name, saved, node.name, kept.name, width, normed, rank, channels))
-    names = [branch.name for branch in found]
-    return [b if names.count(b.name) == 1 else replace(b, name=f"{b.name}:{b.add}") for b in found]
+                filters = [p.detach().flatten(1) for p in _parameters(gm, layers) if p.ndim > 1]
+                size = float(torch.stack([f.norm(dim=1).mean() for f in filters]).mean())
+                width, normed = max(map(len, filters)), convolution and any(_is_norm(n, gm) for n in only)
+                name = common_path(layers)
+                found.append(Branch(name, saved, node.name, kept.name, width, normed, size, rank, channels))
+    return [replace(b, name=name) for b, name in zip(found, distinct([(b.name, b.add) for b in found]))]
 
 
 def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
@@ -234,11 +177,21 @@ def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
     return list(only)
 
 
+def _parameters(gm: fx.GraphModule, paths: list[str]) -> Iterator[Tensor]:
+    return (parameter for path in paths for parameter in gm.get_submodule(path).parameters())
+
+
 def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
     return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), _BatchNorm)
 
 
-def _common(paths: list[str]) -> str:
+def distinct(names: list[tuple[str, str]]) -> list[str]:
+    """Names that several have get the addition's."""
+    every = [name for name, _ in names]
+    return [name if every.count(name) == 1 else f"{name}:{add}" for name, add in names]
+
+
+def common_path(paths: list[str]) -> str:
     """layer1.0.conv1 and layer1.0.conv2 -> layer1.0; with nothing in common, the layer next to the addition."""
     parts = zip(*(path.split(".") for path in paths))
     shared = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, parts))
@@ -250,14 +203,14 @@ def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.Gr
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
-    add, value = nodes[branch.add], nodes[branch.kept]
+    add, kept = nodes[branch.add], nodes[branch.kept]
+    value = kept
     for layer, kind in zip(layers, ("linear", "norm")):
         path = re.sub(r"\W", "_", f"{branch.name}_{kind}")
         small.add_submodule(path, layer)
         with graph.inserting_before(add):
             value = graph.call_module(path, (value,))
-    add.replace_all_uses_with(value)
-    graph.erase_node(add)
+    add.args = tuple(x if x is kept else value for x in add.args)
     remove_dead_code(small)
     graph.lint()
     small = fx.GraphModule(small, graph)  # without the layers that are gone

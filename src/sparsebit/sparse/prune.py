@@ -34,7 +34,7 @@ def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
     gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
     if example is not None:
-        gm = graph_form(gm, example)
+        gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
         flags = {path: module.training for path, module in model.named_modules()}
         for path, module in gm.named_modules():
             module.training = flags.get(path, model.training)
@@ -81,18 +81,30 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     return own if same and len(got) == len(want) else small
 
 
-def _shorter(
-    model: nn.Module, example: Any, budget: dict[str, float], *options: Any
-) -> tuple[nn.Module, dict[str, float]]:
-    """`model` without some branches, and the budget as a share of what that costs."""
+def _shallower(
+    model: nn.Module,
+    example: Any,
+    budget: dict[str, float],
+    merge: int | Sequence[str],
+    depth: int | Sequence[str],
+    *options: Any,
+) -> tuple[nn.Module, dict[str, float], dict[str, list[str]]]:
+    """The model with blocks merged and branches gone, the budget as a share of what that costs, and what was done."""
     from sparsebit.sparse.costs import EXACT
     from sparsebit.sparse.depth import shorten
+    from sparsebit.sparse.merging import merge as merge_blocks
 
-    small = shorten(model, example, *options)
-    for name, share in budget.items():
+    small, done = model, dict[str, Any]()
+    if merge:
+        small = merge_blocks(small, example, merge, *options)
+        done["merged"] = small.merged
+    if depth:
+        small = shorten(small, example, depth, *options)
+        done["shortened"] = small.shortened
+    for name, share in budget.items() if done else ():
         cost = EXACT[name](walk_of(model, example))
         budget = {name: min(1.0, share * cost(model) / cost(small))}
-    return small, budget
+    return small, budget, done
 
 
 def prune(
@@ -108,6 +120,7 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    merge: int | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
     progress: bool | None = None,
@@ -124,8 +137,9 @@ def prune(
         raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
     if round_to < 1:
         raise ConfigError(f"round_to: must be at least 1, got {round_to}")
-    if isinstance(depth, int) and depth < 0:
-        raise ConfigError(f"depth: must be at least 0, got {depth}")
+    for name, value in (("merge", merge), ("depth", depth)):
+        if isinstance(value, int) and value < 0:
+            raise ConfigError(f"{name}: must be at least 0, got {value}")
     section = {
         "STRATEGY": sparser,
         "SCOPE": scope,
@@ -133,8 +147,9 @@ def prune(
         "RATIO": 0.5 if ratio is None else ratio,
     }
     cfg = SparseConfig.load({"SPARSER": section} if config is None else config)
-    if depth:
-        model, given = _shorter(model, example, given, depth, batches, cfg.sparser.round_to, progress)
+    model, given, done = _shallower(
+        model, example, given, merge, depth, batches, cfg.sparser.round_to, progress
+    )
     smodel = SparseModel(model, cfg, example)
     if batches is not None:
         smodel.calibrate(batches, loss, progress)
@@ -147,6 +162,6 @@ def prune(
         else:
             smodel.tune_batchnorm(batches, progress)
     small = smodel.compact()
-    if depth:
-        small.shortened = model.shortened  # what `sparsebit.sparse.shorten` did, to do it again
+    for name, blocks in done.items():  # to do it again: `sparsebit.sparse.merge`, `shorten`
+        setattr(small, name, blocks)
     return small

@@ -1,0 +1,261 @@
+"""Depth for width: residual blocks in a row are put side by side, as one block with the inner channels of both.
+
+x + f(x) is not far from x, so g(x + f(x)) is not far from g(x), and least squares on the last layer makes up for most
+of what is lost. It saves no multiplication. But kernels work in blocks of 8 or 16 channels: two layers of 16 that are
+cut to 8 take the time of two layers of 16, one of 32 that is cut to 16 half of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from sparsebit.errors import ConfigError
+from sparsebit.graph.ops import module_calls, module_of, op_of
+from sparsebit.sparse.closeness import Batches, errors_of, values_at
+from sparsebit.sparse.depth import common_path, distinct
+from sparsebit.sparse.prune import call_of, traced
+from sparsebit.sparse.sparse_model import ADDS
+from sparsebit.sparse.stand_in import solve
+
+log = logging.getLogger("sparsebit")
+
+PIECE = 1 << 24  # unfolded numbers at a time
+ACTIVATIONS: set[Any] = {
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity),
+    *(F.relu, F.relu_, F.relu6, F.gelu, F.silu, F.hardswish, F.leaky_relu, F.elu, F.mish),
+    *(torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A convolution, norms and activations, a convolution and perhaps a norm, from `kept` to an addition to `kept`."""
+
+    name: str
+    kept: fx.Node
+    nodes: list[fx.Node]
+    add: fx.Node
+    forms: list[Any]  # of the nodes: what has to be equal in both
+
+    @property
+    def last(self) -> int:
+        """The place of the second convolution."""
+        return len(self.nodes) - (2 if self.forms[-1][0] == "n" else 1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    goes: Block
+    stays: Block
+    between: list[fx.Node]  # activations, from the one's addition to the other
+    widths: tuple[int, int]  # inner channels of both
+
+
+def merge(
+    model: nn.Module,
+    example: Any,
+    blocks: int | Sequence[str],
+    batches: Any = None,
+    narrow: int = 1,
+    progress: bool | None = None,
+) -> nn.Module:
+    """A traced module in which some blocks have gone into the one behind them; its attribute `merged` names them.
+
+    blocks     how many, chosen by what `batches` show, or the names of the ones that go.
+    batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
+    narrow     blocks with no more inner channels than this go before others, two of them before one with another.
+    """
+    whole = traced(model, call_of(example))
+    flags = {path: module.training for path, module in whole.named_modules()}
+    whole.eval()
+    if isinstance(blocks, int) and blocks and batches is None:
+        raise ConfigError("merge: which blocks go is measured: pass batches, or their names")
+    calls = None if batches is None else Batches(whole, batches, progress, "merge")
+    small, names = whole, list[str]()
+    for wanted in range(blocks) if isinstance(blocks, int) else blocks:
+        found = {pair.goes.name: pair for pair in find_pairs(small)}
+        if isinstance(wanted, str) and wanted not in found:
+            raise ConfigError(f"merge: no block is called {wanted}; there are {', '.join(found) or 'none'}")
+        if not found:
+            raise ConfigError(f"merge: {blocks} blocks are to go, but only {len(names)} can")
+        pairs = [found[wanted]] if isinstance(wanted, str) else _narrow(list(found.values()), narrow)
+        pair = _best(whole, small, pairs, calls)
+        small = _merged(small, pair)
+        if calls is not None:
+            _fit(whole, small, pair, calls)
+        names.append(pair.goes.name)
+    for path, module in small.named_modules():
+        module.training = flags.get(path, model.training)
+    small.merged = names  # type: ignore[assignment]
+    return small
+
+
+def _narrow(pairs: list[Pair], width: int) -> list[Pair]:
+    narrow = [pair for pair in pairs if min(pair.widths) <= width]
+    least = min((sum(pair.widths) for pair in narrow), default=0)
+    return [pair for pair in narrow if sum(pair.widths) == least] or pairs
+
+
+def _best(whole: fx.GraphModule, small: fx.GraphModule, pairs: list[Pair], calls: Batches | None) -> Pair:
+    """The pair that side by side, before any fit, changes the output least."""
+    if calls is None or len(pairs) == 1:
+        return pairs[0]
+    errors = errors_of(whole, [_side_by_side(small, pair) for pair in pairs], calls)
+    error, i = min((error, i) for i, error in enumerate(errors))
+    log.info("merge: %s goes into %s, error %.3g", pairs[i].goes.name, pairs[i].stays.name, error)
+    return pairs[i]
+
+
+# -- what can be merged --------------------------------------------------------------------------------
+def find_pairs(gm: fx.GraphModule) -> list[Pair]:
+    """Blocks of one form that follow each other, with nothing but activations between, which nobody else reads."""
+    listed = list(_blocks(gm))
+    names = distinct([(block.name, block.add.name) for block in listed])
+    blocks = {block.add: replace(block, name=name) for block, name in zip(listed, names)}
+    pairs: list[Pair] = []
+    for stays in blocks.values():
+        node, readers, between = stays.kept, {stays.nodes[0], stays.add}, list[fx.Node]()
+        while set(node.users) == readers and node not in blocks and op_of(node, gm) in ACTIVATIONS:
+            between.insert(0, node)
+            node, readers = node.all_input_nodes[0], {node}
+        goes = blocks.get(node)
+        if goes is not None and set(node.users) == readers and goes.forms == stays.forms:
+            pairs.append(Pair(goes, stays, between, (_width(goes, gm), _width(stays, gm))))
+    return pairs
+
+
+def _width(block: Block, gm: fx.GraphModule) -> int:
+    first: Any = module_of(block.nodes[0], gm)
+    return int(first.out_channels)
+
+
+def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
+    calls = module_calls(gm)
+    for add in gm.graph.nodes:
+        if not add.op.startswith("call") or op_of(add, gm) not in ADDS or add.kwargs or len(add.args) != 2:
+            continue
+        for kept, goes in (add.args, add.args[::-1]):
+            nodes = _chain(goes, kept)
+            forms = [_form(node, gm) for node in nodes]
+            if re.fullmatch("c[na]*cn?", "".join(form[0] for form in forms)):
+                layers = [str(node.target) for node, form in zip(nodes, forms) if form[0] != "a"]
+                if all(calls[layer] == 1 for layer in layers):
+                    yield Block(common_path(layers), kept, nodes, add, forms)
+
+
+def _chain(node: Any, kept: Any) -> list[fx.Node]:
+    """From `kept`, which is left out, to `node`: each reads only the one before, and only that reads it."""
+    nodes: list[fx.Node] = []
+    while isinstance(node, fx.Node) and node is not kept:
+        if len(node.users) != 1 or len(node.all_input_nodes) != 1:
+            return []
+        nodes.insert(0, node)
+        node = node.all_input_nodes[0]
+    return nodes
+
+
+def _form(node: fx.Node, gm: fx.GraphModule) -> tuple[Any, ...]:
+    op = op_of(node, gm)
+    module: Any = module_of(node, gm) if node.op == "call_module" else None
+    if op is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and _pads_zeros(module):
+        return "c", module.kernel_size, module.padding, module.dilation, module.bias is None
+    if op is nn.BatchNorm2d and module.affine and module.track_running_stats:
+        return "n", module.eps
+    if op in ACTIVATIONS:
+        return "a", op, str(module), node.args[1:], node.kwargs
+    return ("other",)
+
+
+def _pads_zeros(conv: nn.Conv2d) -> bool:
+    return conv.padding_mode == "zeros" and isinstance(conv.padding, tuple)
+
+
+# -- the graph -----------------------------------------------------------------------------------------
+def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
+    """Both read what the first one read: x + f(x) + g(x). The layers are those of `gm`."""
+    graph = copy.deepcopy(gm.graph)
+    small = fx.GraphModule(gm, graph)
+    nodes = {node.name: node for node in graph.nodes}
+    kept, between = nodes[pair.goes.kept.name], [nodes[node.name] for node in pair.between]
+    before = nodes[pair.stays.kept.name]
+    first, adds = nodes[pair.stays.nodes[0].name], [nodes[b.add.name] for b in (pair.goes, pair.stays)]
+    for add in adds:  # not in place: two read what one read
+        add.op, add.target = "call_function", torch.add
+    first.replace_input_with(before, kept)
+    adds[1].replace_input_with(before, adds[0])
+    for node in reversed(between):
+        graph.erase_node(node)
+    graph.lint()
+    small.recompile()
+    small._tracer_cls = graph._tracer_cls = gm._tracer_cls
+    return small
+
+
+def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
+    """The same, with the layers of both as one: the block that stays gets wider ones."""
+    small = _side_by_side(gm, pair)
+    nodes = {node.name: node for node in small.graph.nodes}
+    goes, stays, last = pair.goes, pair.stays, pair.stays.last
+    add = nodes[goes.add.name]
+    nodes[stays.add.name].replace_input_with(add, nodes[goes.kept.name])
+    for node in (add, *reversed([nodes[n.name] for n in goes.nodes])):
+        small.graph.erase_node(node)
+    for i, (one, other) in enumerate(zip(goes.nodes, stays.nodes)):
+        if stays.forms[i][0] != "a" and i <= last:
+            wide = _side(module_of(one, gm), module_of(other, gm), 1 if i == last else 0)
+            small.set_submodule(str(other.target), wide)
+    if last + 1 < len(stays.nodes):  # it gets other statistics
+        norm = stays.nodes[-1]
+        small.set_submodule(str(norm.target), copy.deepcopy(module_of(norm, gm)))
+    tracer = gm._tracer_cls
+    small = fx.GraphModule(small, small.graph)  # without the layers that are gone
+    small._tracer_cls = small.graph._tracer_cls = tracer
+    return small
+
+
+@torch.no_grad()
+def _side(one: Any, other: Any, axis: int) -> Any:
+    """A layer with the output channels (axis 0) or the input channels (1) of both."""
+    wide = copy.deepcopy(other)
+    for store in (wide._parameters, wide._buffers):
+        for name, value in store.items():
+            if isinstance(value, Tensor) and value.ndim > axis:
+                both = torch.cat([getattr(one, name), value], axis)
+                store[name] = nn.Parameter(both, value.requires_grad) if store is wide._parameters else both
+    if isinstance(wide, nn.Conv2d):
+        wide.out_channels, wide.in_channels = wide.weight.shape[:2]
+    else:
+        wide.num_features = len(wide.weight)
+    return wide
+
+
+@torch.no_grad()
+def _fit(whole: fx.GraphModule, small: fx.GraphModule, pair: Pair, calls: Batches) -> None:
+    """Least squares for the last convolution: what `small` lacks of the sum in `whole` behind both blocks."""
+    last = pair.stays.last
+    node, *norms = pair.stays.nodes[last:]
+    conv: Any = small.get_submodule(str(node.target))
+    if conv.bias is None and not norms:
+        conv.bias = nn.Parameter(conv.weight.new_zeros(len(conv.weight)))
+    read, kept, add = pair.stays.nodes[last - 1].name, pair.goes.kept.name, pair.stays.add.name
+    moment: Any = 0.0
+    for call in calls:
+        want = values_at(whole, {add}, call)[add]
+        seen = values_at(small, {read, kept}, call)
+        lacks = want - seen[kept]
+        step = max(1, PIECE // (seen[read][0].numel() * conv.kernel_size[0] * conv.kernel_size[1]))
+        for x, y in zip(seen[read].split(step), lacks.split(step)):
+            x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding).mT.flatten(0, 1).double()
+            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+            moment = moment + x.T @ torch.cat([x, y.movedim(1, -1).flatten(0, 2).double()], 1)
+    size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
+    solve(moment, size, conv, *(small.get_submodule(str(norm.target)) for norm in norms))

@@ -1,0 +1,215 @@
+"""Residual blocks side by side: unfitted trials equal the sum by hand, the fit is least squares, cuts follow."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_depth import Block
+from torch import nn
+
+import sparsebit
+from models import randomise
+from sparsebit.errors import ConfigError
+from sparsebit.sparse import merge
+from sparsebit.sparse.costs import macs
+from sparsebit.sparse.merging import _side_by_side, find_pairs
+from sparsebit.sparse.prune import call_of, traced, walk_of
+
+
+class Net(nn.Module):
+    """Three blocks of one form, one at half the size, two more; += and a ReLU that writes into its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
+        self.blocks = nn.Sequential(
+            Block(8, 8), Block(8, 8), Block(8, 8), Block(8, 16, 2), Block(16, 16), Block(16, 16)
+        )
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        early = self.stem(x)
+        return self.head(self.blocks(early).mean((2, 3))), early
+
+
+class Bare(nn.Module):
+    """No norms, nothing behind the addition, functions in place of modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(6))
+
+    def forward(self, x):
+        for first, last in zip(self.convs[::2], self.convs[1::2]):
+            x = last(F.silu(first(x))) + x
+        return x
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return randomise(Net()).eval(), torch.randn(4, 3, 8, 8)
+
+
+def branch(block, x):
+    return block.bn2(block.conv2(F.relu(block.bn1(block.conv1(x)))))
+
+
+def names(model, x):
+    return [(p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x)).eval())]
+
+
+def test_what_is_found(net):
+    assert names(*net) == [
+        ("blocks.0", "blocks.1", 8, 8),
+        ("blocks.1", "blocks.2", 8, 8),
+        ("blocks.4", "blocks.5", 16, 16),
+    ]
+
+
+@pytest.mark.parametrize("change", ["kernel", "activation", "shared", "groups", "stride", "read by another"])
+def test_what_is_not(net, change):
+    model, x = net
+    block = model.blocks[4]
+    if change == "kernel":
+        block.conv2 = nn.Conv2d(16, 16, 1, bias=False)
+    elif change == "activation":
+        block.relu = nn.ReLU6()
+    elif change == "shared":
+        model.blocks[5].conv1 = block.conv1
+    elif change == "groups":
+        block.conv1 = nn.Conv2d(16, 16, 3, 1, 1, groups=2, bias=False)
+    elif change == "stride":
+        block.conv1, block.conv2 = nn.Conv2d(16, 16, 3, 2, 1), nn.ConvTranspose2d(16, 16, 2, 2)
+    else:
+        model.blocks[4] = nn.Sequential(block, nn.Dropout2d(0.1))
+    assert ("blocks.4", "blocks.5", 16, 16) not in names(model, x)
+    assert ("blocks.0", "blocks.1", 8, 8) in names(model, x)
+
+
+@torch.no_grad()
+def test_side_by_side_is_the_sum_of_both(net):
+    model, x = net
+    whole = traced(model, call_of(x)).eval()
+    pair = find_pairs(whole)[1]
+    given = x.clone()
+    got, early = _side_by_side(whole, pair)(given)
+    value = want_early = model.stem(x)
+    value = model.blocks[0](value)
+    one, two = model.blocks[1], model.blocks[2]
+    value = F.relu(value + branch(one, value) + branch(two, value))
+    torch.testing.assert_close(got, model.head(model.blocks[3:](value).mean((2, 3))))
+    assert torch.equal(given, x) and torch.equal(early, want_early)
+
+
+@torch.no_grad()
+def test_the_fit_is_least_squares(net):
+    """By numpy: from the inner channels of both to what they add in the whole model."""
+    model, x = net
+    x = torch.randn(16, 3, 8, 8)
+    small = merge(model, x, ["blocks.0"], [(x[:7], None), (x[7:], None)])
+    assert small.merged == ["blocks.0"]
+    early = model.stem(x)
+    middle = model.blocks[0](early.clone())
+    want = middle + branch(model.blocks[1], middle) - early
+    one, two = model.blocks[0], model.blocks[1]
+    inner = torch.cat([F.relu(b.bn1(b.conv1(early))) for b in (one, two)], 1)
+    rows = F.unfold(inner, 3, padding=1).mT.flatten(0, 1).double().numpy()
+    rows = np.concatenate([rows, np.ones((len(rows), 1))], 1)
+    target = want.movedim(1, -1).flatten(0, 2).double().numpy()
+    best = rows @ np.linalg.lstsq(rows, target, rcond=None)[0]
+    wide = small.blocks.get_submodule("1")
+    assert wide.conv1.weight.shape == (16, 8, 3, 3) and wide.conv2.weight.shape == (8, 16, 3, 3)
+    assert wide.conv1.out_channels == wide.bn1.num_features == wide.conv2.in_channels == 16
+    fitted = wide.bn2(wide.conv2(inner))
+    np.testing.assert_allclose(fitted.movedim(1, -1).flatten(0, 2), best, atol=2e-3)
+    # the statistics are those of these batches: in training it computes the same
+    torch.testing.assert_close(wide.bn2.train()(wide.conv2(inner)), fitted, rtol=0.01, atol=0.01)
+    # as long as the filters of both, side by side
+    long = torch.cat([one.conv2.weight, two.conv2.weight], 1).flatten(1).norm(dim=1).mean()
+    torch.testing.assert_close(wide.conv2.weight.flatten(1).norm(dim=1), long.expand(8))
+
+
+@torch.no_grad()
+def test_a_block_that_does_nothing_merges_without_loss(net):
+    model, x = net
+    for name in ("weight", "bias"):
+        getattr(model.blocks[4].bn2, name).zero_()
+    before = copy.deepcopy(model.state_dict())
+    many = torch.randn(256, 3, 8, 8)
+    small = merge(model.train(), x, 1, [many])
+    assert small.merged == ["blocks.4"] and small.training and model.training
+    for got, want in zip(small.eval()(x), model.eval()(x)):
+        assert (got - want).square().sum() < 1e-4 * want.square().sum()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert macs(walk_of(model, x))(small) == macs(walk_of(model, x))(model)
+    for a, b in zip(pickle.loads(pickle.dumps(small))(x), small(x)):
+        assert torch.equal(a, b)
+
+
+def test_more_than_two_and_narrow_ones_first(net):
+    model, x = net
+    small = merge(model, x, 2, [x], narrow=8)
+    assert set(small.merged) == {"blocks.0", "blocks.1"}
+    assert small.blocks.get_submodule("2").conv1.out_channels == 24
+    everything = merge(model, x, 3, [x], narrow=8)
+    assert set(everything.merged) == {"blocks.0", "blocks.1", "blocks.4"}
+
+
+def test_without_norms():
+    torch.manual_seed(0)
+    model, x = Bare().eval(), torch.randn(4, 4, 8, 8)
+    assert [pair[:2] for pair in names(model, x)] == [
+        ("convs:add", "convs:add_1"),
+        ("convs:add_1", "convs:add_2"),
+    ]
+    many = torch.randn(32, 4, 8, 8)
+    small = merge(model, x, 2, [many])
+    error = (small(x) - model(x)).square().mean() / (model(x) - x).square().mean()
+    assert error < 0.1
+    small(x).sum().backward()
+
+
+def test_weights_load_into_the_same_merge_of_a_fresh_model(net):
+    model, x = net
+    small = merge(model, x, 2, [x])
+    torch.manual_seed(1)
+    fresh = merge(randomise(Net()).eval(), x, small.merged)
+    fresh.load_state_dict(small.state_dict())
+    for a, b in zip(fresh(x), small(x)):
+        assert torch.equal(a, b)
+
+
+def test_merged_then_cut_quantized_and_exported(net, tmp_path):
+    model, x = net
+    small = sparsebit.prune(model, x, macs=0.5, round_to=8, merge=2, batches=[x, x + 1], progress=False)
+    count = macs(walk_of(model, x))
+    assert count(small) <= 0.5 * count(model) and len(small.merged) == 2
+    assert all(m.out_channels % 8 == 0 for m in small.modules() if isinstance(m, nn.Conv2d))
+    again = sparsebit.prune(
+        model, x, macs=0.5, round_to=8, merge=small.merged, batches=[x, x + 1], progress=False
+    )
+    for a, b in zip(again(x), small(x)):
+        torch.testing.assert_close(a, b)
+    qmodel = sparsebit.quantize(small, [x], progress=False)
+    assert qmodel.export_onnx(x, str(tmp_path / "small.onnx")).ok
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"merge": 1}, "pass batches"),
+        ({"merge": 9, "batches": [torch.zeros(2, 3, 8, 8)]}, "only 3 can"),
+        ({"merge": -1}, "merge: must be"),
+        ({"merge": ["block.1"]}, r"no block is called block\.1; there are blocks\.0, blocks\.1, blocks\.4"),
+        ({"merge": 1, "batches": iter([torch.zeros(2, 3, 8, 8)])}, "list or a loader"),
+    ],
+)
+def test_refused(net, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sparsebit.prune(*net, macs=0.5, **options)
