@@ -1,7 +1,7 @@
 """Pruning CIFAR-10 ResNets to half their MACs, beside torch-pruning where it is installed (needs SPARSEBIT_ASSETS).
 
     python benchmarks/pruning.py [--depths 20 32 44] [--images 20000] [--methods l2norm "fpgm, fast" taylor ...]
-        [--lr 0.05] [--no-speed]
+        [--lr 0.05] [--seeds 0 1 2] [--no-speed]
 
 Same weights, data, budget and one epoch of fine-tuning for all. Then the speed of what is left, in torch and in
 onnxruntime, against the share of MACs; and the pruned ResNet-20 in 8 bits, with the certificate of its file.
@@ -70,8 +70,8 @@ def ours(
     clock, data = time.process_time(), 0.0
     if form == "fast":
         data -= time.process_time()
-        whole, net = macs(net), merge(net, example, blocks, batches[:8])
-        net = shorten(net, example, branches, batches[:8])
+        whole, net = macs(net), merge(net, example, blocks, batches)
+        net = shorten(net, example, branches, batches)
         data += time.process_time()
         budget = min(1.0, budget * whole / macs(net))
     smodel = SparseModel(net, {"DEVICE": "cpu", "SPARSER": sparser}, example)
@@ -121,12 +121,12 @@ def torch_pruning(net: nn.Module) -> tuple[nn.Module, float, float]:
     return best, time.process_time() - clock, 0.0
 
 
-def fine_tune(net: nn.Module, x: Tensor, y: Tensor, lr: float) -> None:
+def fine_tune(net: nn.Module, x: Tensor, y: Tensor, lr: float, seed: int = 0) -> None:
     steps = -(-len(x) // qat_cifar.BATCH)
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     net.train()
-    for images, labels in qat_cifar.batches(x, y, 1):
+    for images, labels in qat_cifar.batches(x, y, 1, seed=seed):
         optimizer.zero_grad(set_to_none=True)
         F.cross_entropy(net(images), labels).backward()
         optimizer.step()
@@ -185,6 +185,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--images", type=int, default=20000, help="of the epoch of fine-tuning")
     parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="orders of the images; the mean is shown"
+    )
     parser.add_argument("--no-speed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -204,7 +207,8 @@ def main() -> None:
                     if method == "torch-pruning"
                     else functools.partial(ours, method, batches=batches, depth=depth)
                 )
-                prune(net)  # once for the imports
+                if not method.endswith("fast"):
+                    prune(net)  # once for the imports
                 torch.manual_seed(0)
                 small, cut, data = prune(net)
             except ImportError:
@@ -212,11 +216,16 @@ def main() -> None:
                 continue
             share = macs(small) / macs(net)
             right_after = top1(small)
-            fine_tune(small, x, y, options.lr)
-            tuned = top1(small)
+            tuned = []
+            for seed in options.seeds:
+                trained = copy.deepcopy(small)
+                fine_tune(trained, x, y, options.lr, seed)
+                tuned.append(top1(trained))
+            small = trained
+            each = f" ({', '.join(f'{value:.2f}' for value in tuned)})" if len(tuned) > 1 else ""
             print(
                 f"  {method:15s} MACs {share:.3f}, cut in {cut:.2f} s of CPU (data {data:.1f}), top-1 right after "
-                f"{right_after:.2f} %, after one epoch {tuned:.2f} %",
+                f"{right_after:.2f} %, after one epoch {sum(tuned) / len(tuned):.2f} %{each}",
                 flush=True,
             )
             if method != "torch-pruning":

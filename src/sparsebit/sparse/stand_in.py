@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DAMPING = 1e-6  # of the mean variance of the channels
+DAMPING = 1e-4  # of the mean variance of the channels
 KINDS: dict[int, Any] = {
     3: (nn.Conv1d, nn.BatchNorm1d),
     4: (nn.Conv2d, nn.BatchNorm2d),
