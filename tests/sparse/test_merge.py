@@ -41,9 +41,9 @@ class Net(nn.Module):
 class Bare(nn.Module):
     """No norms, nothing behind the addition, functions in place of modules."""
 
-    def __init__(self):
+    def __init__(self, bias=True):
         super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1) for _ in range(6))
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, 1, 1, bias=bias) for _ in range(6))
 
     def forward(self, x):
         for first, last in zip(self.convs[::2], self.convs[1::2]):
@@ -168,9 +168,10 @@ def test_more_than_two_and_narrow_ones_first(net):
     assert set(everything.merged) == {"blocks.0", "blocks.1", "blocks.4"}
 
 
-def test_without_norms():
+@pytest.mark.parametrize("bias", [True, False])
+def test_without_norms(bias):
     torch.manual_seed(0)
-    model, x = Bare().eval(), torch.randn(4, 4, 8, 8)
+    model, x = Bare(bias).eval(), torch.randn(4, 4, 8, 8)
     assert [pair[:2] for pair in names(model, x)] == [
         ("convs:add", "convs:add_1"),
         ("convs:add_1", "convs:add_2"),
@@ -180,6 +181,24 @@ def test_without_norms():
     error = (small(x) - model(x)).square().mean() / (model(x) - x).square().mean()
     assert error < 0.1
     small(x).sum().backward()
+    fresh = merge(Bare(bias).eval(), x, small.merged)
+    fresh.load_state_dict(small.state_dict())
+    assert torch.equal(fresh(x), small(x))
+
+
+@torch.no_grad()
+def test_biases_in_front_of_norms(net):
+    """They change nothing behind a norm that is fitted: the same model without them merges to the same."""
+    model, x = net
+    biased = copy.deepcopy(model)
+    for block in biased.blocks:
+        block.conv1.bias, block.conv2.bias = nn.Parameter(torch.ones(block.conv1.out_channels)), None
+        block.conv2.bias = nn.Parameter(torch.full((block.conv2.out_channels,), 3.0))
+        block.bn1.running_mean += 1
+        block.bn2.running_mean += 3
+    many = torch.randn(16, 3, 8, 8)
+    for got, want in zip(merge(biased, x, ["blocks.0"], [many])(x), merge(model, x, ["blocks.0"], [many])(x)):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
 
 
 def test_weights_load_into_the_same_merge_of_a_fresh_model(net):

@@ -148,6 +148,9 @@ def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
             forms = [_form(node, gm) for node in nodes]
             if re.fullmatch("c[na]*cn?", "".join(form[0] for form in forms)):
                 layers = [str(node.target) for node, form in zip(nodes, forms) if form[0] != "a"]
+                forms[1:] = [
+                    form[:4] if form[0] == "c" else form for form in forms[1:]
+                ]  # its bias is made anew
                 if all(calls[layer] == 1 for layer in layers):
                     yield Block(common_path(layers), kept, nodes, add, forms)
 
@@ -212,6 +215,9 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     for i, (one, other) in enumerate(zip(goes.nodes, stays.nodes)):
         if stays.forms[i][0] != "a" and i <= last:
             wide = _side(module_of(one, gm), module_of(other, gm), 1 if i == last else 0)
+            if i == last:  # what is added to its output is fitted: in the norm, if there is one
+                normed, zeros = last + 1 < len(stays.nodes), wide.weight.new_zeros(len(wide.weight))
+                wide.bias = None if normed else nn.Parameter(zeros)
             small.set_submodule(str(other.target), wide)
     if last + 1 < len(stays.nodes):  # it gets other statistics
         norm = stays.nodes[-1]
@@ -244,8 +250,6 @@ def _fit(whole: fx.GraphModule, small: fx.GraphModule, pair: Pair, calls: Batche
     last = pair.stays.last
     node, *norms = pair.stays.nodes[last:]
     conv: Any = small.get_submodule(str(node.target))
-    if conv.bias is None and not norms:
-        conv.bias = nn.Parameter(conv.weight.new_zeros(len(conv.weight)))
     read, kept, add = pair.stays.nodes[last - 1].name, pair.goes.kept.name, pair.stays.add.name
     moment: Any = 0.0
     for call in calls:
