@@ -73,6 +73,7 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    heads: str = "whole",
     merge: int | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
@@ -87,11 +88,12 @@ def prune(
     batches   for those: inputs, or (inputs, target); loss(output, target), cross entropy if nothing is said.
     scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
+    heads     of attention: "whole" ones go, or the same "dimension" of every head.
     merge     so many residual blocks first go into the one behind them, side by side: less depth, the same channels;
               those that `batches` show to change least, narrow ones (round_to) before others; or the names of some.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least, narrow ones (round_to) before others; or the names of some.
-    config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to and ratio.
+    config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to, heads and ratio.
     progress  show bars, for batches and for the search of a budget; None: only on a terminal.
 
     It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`
@@ -111,6 +113,7 @@ def prune(
         loss=loss,
         scope=scope,
         round_to=round_to,
+        heads=heads,
         merge=merge,
         depth=depth,
         config=config,

@@ -21,9 +21,9 @@ from sparsebit.sparse.prune import walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 
 
-def halved(net, x, ratio=0.5, seed=0):
+def halved(net, x, ratio=0.5, seed=0, heads="whole"):
     """The walk, and the model that is left, compared with the masked one."""
-    walk = walk_of(net.eval(), x)
+    walk = walk_of(net.eval(), x, heads)
     worth = torch.rand(len(walk.labels), generator=torch.Generator().manual_seed(seed))
     cut = Cut(walk, uniform(walk, worth, ratio))
     small = cut.compact()
@@ -160,6 +160,48 @@ class GroupedQueries(nn.Module):
 def test_heads_that_share_a_key_go_together():
     _, small = halved(GroupedQueries(), torch.randn(2, 5, 6))
     assert (small.q.out_features, small.kv.out_features, small.out.in_features) == (12, 12, 12)
+
+
+def test_a_dimension_of_every_head_goes():
+    _, small = halved(GroupedQueries(), torch.randn(2, 5, 6), 0.34, heads="dimension")
+    assert (small.q.out_features, small.kv.out_features, small.out.in_features) == (
+        16,
+        16,
+        16,
+    )  # two of three
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("name", channel_nets.ARCHITECTURES)
+def test_dimensions_of_heads_go_everywhere(name, ratio):
+    make, data = channel_nets.ARCHITECTURES[name]
+    torch.manual_seed(0)
+    net = randomise(make())
+    _, small = halved(net, data(), ratio, heads="dimension")
+    count = lambda m: sum(p.numel() for p in m.parameters())
+    assert count(small) < 0.9 * count(net)
+
+
+class Distances(nn.Module):
+    """Attention by distance: no rule knows what that does to query and key."""
+
+    def __init__(self, heads, dim):
+        super().__init__()
+        self.shape, self.q, self.v, self.o = (heads, dim), *(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        q, v = (layer(x).unflatten(-1, self.shape).transpose(1, 2) for layer in (self.q, self.v))
+        return self.o((torch.cdist(q, q).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("heads", ["whole", "dimension"])
+@pytest.mark.parametrize("shape", [(8, 2), (4, 4), (2, 8), (16, 1)])
+def test_values_keep_the_heads_that_their_weights_keep(shape, heads):
+    walk, small = halved(Distances(*shape), torch.randn(2, 5, 16), heads=heads)
+    assert small.q.out_features == 16 and any("cdist" in why for why in walk.labels.why_fixed.values())
+    assert small.v.out_features == (
+        8 if shape[1] > 1 else 16
+    )  # half the dimensions of every head, if it has some
 
 
 def test_tied_embedding_is_cut_once():

@@ -14,6 +14,7 @@ from models import randomise
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.costs import macs, parameters
 from sparsebit.sparse.depth import find_branches, shorten
+from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import walk_of
 
 
@@ -168,10 +169,23 @@ def test_a_budget_is_a_share_of_the_whole_model(net):
     small = sparsebit.prune(model, x, macs=0.4, depth=2, batches=[x, x + 1], progress=False)
     count = macs(walk_of(model, x))
     assert 0.3 * count(model) < count(small) <= 0.4 * count(model)
-    assert len(small.shortened) == 2
-    again = sparsebit.prune(model, x, macs=0.4, depth=small.shortened, batches=[x, x + 1], progress=False)
+    names = small.pruning_plan.shortened
+    assert len(names) == 2 and f"{names[0]}: a linear layer stands in for it" in str(small.pruning_plan)
+    again = sparsebit.prune(model, x, macs=0.4, depth=names, batches=[x, x + 1], progress=False)
     for a, b in zip(again(x), small(x)):
         torch.testing.assert_close(a, b)
+
+
+def test_the_plan_of_a_shallower_model_applies_to_a_fresh_one(net, tmp_path):
+    model, x = net
+    small = sparsebit.prune(model, x, 0.5, merge=1, depth=1, batches=[x, x + 1], progress=False)
+    small.pruning_plan.save(tmp_path / "plan.json")
+    torch.manual_seed(1)
+    fresh = Plan.load(tmp_path / "plan.json").apply(randomise(Net()).eval())
+    fresh.load_state_dict(small.state_dict())
+    for a, b in zip(fresh(x), small(x)):
+        assert torch.equal(a, b)
+    assert fresh.pruning_plan == small.pruning_plan
 
 
 def test_narrow_branches_go_first(net):

@@ -215,11 +215,10 @@ def test_merged_then_cut_quantized_and_exported(net, tmp_path):
     model, x = net
     small = sparsebit.prune(model, x, macs=0.5, round_to=8, merge=2, batches=[x, x + 1], progress=False)
     count = macs(walk_of(model, x))
-    assert count(small) <= 0.5 * count(model) and len(small.merged) == 2
+    assert count(small) <= 0.5 * count(model) and len(small.pruning_plan.merged) == 2
     assert all(m.out_channels % 8 == 0 for m in small.modules() if isinstance(m, nn.Conv2d))
-    again = sparsebit.prune(
-        model, x, macs=0.5, round_to=8, merge=small.merged, batches=[x, x + 1], progress=False
-    )
+    names = small.pruning_plan.merged
+    again = sparsebit.prune(model, x, macs=0.5, round_to=8, merge=names, batches=[x, x + 1], progress=False)
     for a, b in zip(again(x), small(x)):
         torch.testing.assert_close(a, b)
     qmodel = sparsebit.quantize(small, [x], progress=False)

@@ -14,6 +14,7 @@ from models import randomise
 from sparsebit.errors import ConfigError
 from sparsebit.sparse.allocate import uniform
 from sparsebit.sparse.costs import macs
+from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, prune, walk_of
 from sparsebit.sparse.surgery import Cut, check_equal
 
@@ -98,6 +99,43 @@ def test_round_to():
     small = sparsebit.prune(randomise(make()), data(), 0.4, round_to=4)
     kept = [m.out_channels for m in small.modules() if isinstance(m, torch.nn.Conv2d)]
     assert kept == [4, 8, 12]  # 5 of 8, 8 of 12 and 12 of 20 would stay: the nearest multiples
+
+
+def test_a_budget_is_filled_where_layers_lose_much_at_once():
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 32, 1), *(torch.nn.Conv2d(32, 32, 1) for _ in range(8))]
+    net, x = torch.nn.Sequential(*layers), torch.randn(1, 3, 8, 8)
+    cost = macs(walk_of(net, x))
+    small = sparsebit.prune(net, x, macs=0.6, round_to=16)
+    kept = {layer.out_channels for layer in small[:-1]}
+    assert kept == {16, 32}  # all would lose 16 at the same ratio, and 0.25 of the MACs would be left
+    assert 0.5 * cost(net) < cost(small) <= 0.6 * cost(net)
+
+
+def test_dimensions_of_heads_from_the_top(tmp_path):
+    make, data = channel_nets.ARCHITECTURES["vit"]
+    torch.manual_seed(0)
+    net, x = randomise(make()), data()
+    small = sparsebit.prune(net, x, 0.5, heads="dimension")
+    small.pruning_plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json").apply(net, x)
+    torch.testing.assert_close(again(x), small(x))
+    attended = [n for n in small.graph.nodes if "scaled_dot_product" in n.name]
+    (query,) = {tuple(shape_of(small, n.args[0], x))[1::2] for n in attended}
+    assert query == (4, 3)  # all heads, half of the six dimensions of each
+
+
+def shape_of(gm, node, x):
+    class Seen(torch.fx.Interpreter):
+        def run_node(self, n):
+            value = super().run_node(n)
+            if n is node:
+                self.found = value.shape
+            return value
+
+    run = Seen(gm)
+    run.run(x)
+    return run.found
 
 
 class PaddedShortcut(torch.nn.Module):

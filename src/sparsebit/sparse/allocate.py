@@ -16,6 +16,7 @@ from sparsebit.sparse.surgery import Cut
 
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
+ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tried to fill it
 
 
 def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
@@ -70,26 +71,43 @@ def within(
         raise ConfigError(f"budget: must be above 0 and at most 1, got {budget}")
     exact = EXACT[of](walk)
     limit = budget * exact(walk.gm)
-    fits = lambda ratio: exact(Cut(walk, choose(ratio)).compact()) <= limit
-    start = 0.0
+    fits = lambda cut: exact(cut.compact()) <= limit
+    low = 0.0
     if of in ESTIMATES:
         estimate = ESTIMATES[of](walk)
-        start = _bisect(lambda ratio: estimate(Cut(walk, choose(ratio))) <= limit, 0.0, progress)
-        if fits(start):
-            return choose(start)
-    if not fits(MOST):
+        room = lambda cut: 1 - estimate(cut) / limit
+        low, high = _bisect(lambda ratio: room(Cut(walk, choose(ratio))) >= 0, low, progress)
+        for cut in (_filled(walk, choose, high, room), Cut(walk, choose(high))):
+            if fits(cut):
+                return cut.dropped
+        low = high
+    if not fits(Cut(walk, choose(MOST))):
         least = exact(Cut(walk, choose(MOST)).compact()) / limit * budget
         raise ConfigError(
             f"budget: {budget} cannot be reached, {least:.2f} is left when one channel of everything stays; "
             f"what cannot be cut is in the report"
         )
-    return choose(_bisect(fits, start, progress))
+    return choose(_bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1])
 
 
-def _bisect(fits: Callable[[float], bool], low: float, progress: bool | None) -> float:
-    """The least ratio that fits; MOST if none does."""
+def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:
+    """What goes at `ratio`, less what fits into `room`: with `round_to`, layers of one size lose much at once."""
+    cut = Cut(walk, choose(ratio))
+    for less in torch.linspace(ratio, 0, FILLS).tolist():
+        if room(cut) < ROOM:
+            break
+        stays = ~torch.isin(cut.dropped, choose(less))
+        for classes in walk.dimensions():
+            given = stays & torch.isin(cut.dropped, classes)
+            if given.any() and room(tried := Cut(walk, cut.dropped[~given])) >= 0:
+                cut, stays = tried, stays[~given]
+    return cut
+
+
+def _bisect(fits: Callable[[float], bool], low: float, progress: bool | None) -> tuple[float, float]:
+    """A ratio that does not fit, or the least, and the next above it that does; MOST if none does."""
     high = MOST
     for _ in tracked(range(STEPS), progress, "pruning"):
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    return low, high

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from sparsebit.sparse.channel_rules.layers import reads_weight
 from sparsebit.sparse.channel_rules.zeros import stays_zero
 from sparsebit.sparse.labels import FIXED, Labels, stored
 from sparsebit.sparse.running import Call, Runner
+from sparsebit.sparse.sparse_config import Heads
 
 
 @dataclass(eq=False)
@@ -40,6 +42,7 @@ class Walk:
 
     gm: fx.GraphModule
     example: Call
+    heads: Heads = "whole"  # where channels lie along two axes, a head goes, or a dimension of every head
     labels: Labels = field(default_factory=Labels)
     values: dict[fx.Node, Any] = field(default_factory=dict)  # what each node computed
     of: dict[fx.Node, Any] = field(default_factory=dict)  # its labels, in the same structure
@@ -55,8 +58,8 @@ class Walk:
     _vanishing: list[bool] = field(default_factory=list)
 
     @classmethod
-    def through(cls, gm: fx.GraphModule, example: Call) -> Walk:
-        walk = cls(gm, example)
+    def through(cls, gm: fx.GraphModule, example: Call, heads: Heads = "whole") -> Walk:
+        walk = cls(gm, example, heads)
         calls = [n for n in gm.graph.nodes if n.op == "call_module"]
         walk.paths = {str(n.target): str(n.meta.get("path") or n.target) for n in calls}
         _Walker(walk).run_on(gm, example)
@@ -113,6 +116,15 @@ class Walk:
         """A position is taken from `axis`: nothing may be cut from it. Looked at in the end."""
         self._indexed.append((node, labels, axis % labels.dim()))
 
+    def settle_heads(self, labels: Tensor, dimensions: Collection[int]) -> set[int]:
+        """The axes with channels, after those along `dimensions` or those along the others (heads) were joined."""
+        axes = {*self.labels.varies(labels)}
+        inside, heads = axes & {*dimensions}, axes - {*dimensions}
+        if inside and heads:
+            self.labels.whole(labels, sorted(inside if self.heads == "whole" else heads))
+            axes = {*self.labels.varies(labels)}
+        return axes
+
     # -- the end -------------------------------------------------------------------------------------
     def _settle(self) -> None:
         """Only what lies along one axis can be cut from a tensor: join the rest, until nothing changes."""
@@ -141,7 +153,8 @@ class Walk:
         for labels in pytree.tree_leaves(list(self.of.values())):
             axes = self.labels.varies(labels) if isinstance(labels, Tensor) else []
             if len(axes) > 1:
-                self.labels.along(labels, max(axes, key=lambda d: self._parts(labels, d)))
+                best = max(axes, key=lambda d: self._parts(labels, d))
+                self.labels.along(labels, best if self.heads == "whole" else axes[-1])
                 changed = True
         return changed
 

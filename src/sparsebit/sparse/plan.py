@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.surgery import Cut
 from sparsebit.utils.files import write_whole
 
@@ -27,10 +28,15 @@ class Plan:
     sizes: dict[str, list[int]] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)  # of the example: shapes and types, to trace again
     reasons: list[str] = field(default_factory=list)  # why some channels could not be considered
+    heads: Heads = "whole"
+    merged: list[str] = field(
+        default_factory=list
+    )  # blocks that went into the next one, before channels went
+    shortened: list[str] = field(default_factory=list)  # branches that a linear layer stands in for
 
     @classmethod
     def of(cls, cut: Cut) -> Plan:
-        plan = cls(reasons=sorted(set(cut.walk.labels.why_fixed.values())))
+        plan = cls(reasons=sorted(set(cut.walk.labels.why_fixed.values())), heads=cut.walk.heads)
         for part in cut.walk.slices.values():
             keeps = cut.keeps(part.labels)
             if not bool(keeps.all()):
@@ -61,10 +67,14 @@ class Plan:
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
-        from sparsebit.sparse.prune import compact, walk_of
+        from sparsebit.sparse.prune import compact, shallower, walk_of
 
-        walk = walk_of(model, _rebuild(self.inputs[0]) if example is None else example)
-        return compact(model, Cut(walk, self.dropped(walk)))
+        example = _rebuild(self.inputs[0]) if example is None else example
+        model, _ = shallower(model, example, self.merged, self.shortened)
+        walk = walk_of(model, example, self.heads)
+        small = compact(model, Cut(walk, self.dropped(walk)))
+        small.pruning_plan = self  # type: ignore[assignment]
+        return small
 
     def dropped(self, walk: Walk) -> Tensor:
         """The classes of `walk` that are missing in this plan."""
@@ -96,6 +106,8 @@ class Plan:
         rows = [(k.removesuffix(".weight"), *v) for k, v in self.channels().items() if k.endswith("weight")]
         width = max((len(name) for name, _, _ in rows), default=0)
         lines = [f"{name:{width}s} {before:6d} -> {after}" for name, before, after in rows]
+        lines += [f"{name}: side by side with the block behind it" for name in self.merged]
+        lines += [f"{name}: a linear layer stands in for it" for name in self.shortened]
         return "\n".join([*lines, *(f"kept: {why}" for why in self.reasons)])
 
 

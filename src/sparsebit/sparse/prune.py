@@ -18,6 +18,7 @@ from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.surgery import Cut, check_equal
 
 log = logging.getLogger("sparsebit")
@@ -44,10 +45,10 @@ def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     return gm
 
 
-def walk_of(model: nn.Module, example: Any) -> Walk:
+def walk_of(model: nn.Module, example: Any, heads: Heads = "whole") -> Walk:
     """The labelled graph of `model`."""
     call = call_of(example)
-    return Walk.through(traced(model, call).eval(), call)
+    return Walk.through(traced(model, call).eval(), call, heads)
 
 
 def compact(model: nn.Module, cut: Cut) -> nn.Module:
@@ -81,30 +82,33 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     return own if same and len(got) == len(want) else small
 
 
-def _shallower(
-    model: nn.Module,
-    example: Any,
-    budget: dict[str, float],
-    merge: int | Sequence[str],
-    depth: int | Sequence[str],
-    *options: Any,
-) -> tuple[nn.Module, dict[str, float], dict[str, list[str]]]:
-    """The model with blocks merged and branches gone, the budget as a share of what that costs, and what was done."""
-    from sparsebit.sparse.costs import EXACT
+def shallower(
+    model: nn.Module, example: Any, merge: int | Sequence[str], depth: int | Sequence[str], *options: Any
+) -> tuple[nn.Module, dict[str, list[str]]]:
+    """The model with blocks merged and branches gone, and which."""
     from sparsebit.sparse.depth import shorten
     from sparsebit.sparse.merging import merge as merge_blocks
 
-    small, done = model, dict[str, Any]()
+    done: dict[str, Any] = {"merged": [], "shortened": []}
     if merge:
-        small = merge_blocks(small, example, merge, *options)
-        done["merged"] = small.merged
+        model = merge_blocks(model, example, merge, *options)
+        done["merged"] = model.merged
     if depth:
-        small = shorten(small, example, depth, *options)
-        done["shortened"] = small.shortened
-    for name, share in budget.items() if done else ():
+        model = shorten(model, example, depth, *options)
+        done["shortened"] = model.shortened
+    return model, done
+
+
+def _of_smaller(
+    budget: dict[str, float], model: nn.Module, small: nn.Module, example: Any
+) -> dict[str, float]:
+    """The budget, a share of what `model` costs, as one of what `small` costs."""
+    from sparsebit.sparse.costs import EXACT
+
+    for name, share in budget.items() if small is not model else ():
         cost = EXACT[name](walk_of(model, example))
         budget = {name: min(1.0, share * cost(model) / cost(small))}
-    return small, budget, done
+    return budget
 
 
 def prune(
@@ -120,6 +124,7 @@ def prune(
     loss: Any = None,
     scope: str = "layer",
     round_to: int = 1,
+    heads: str = "whole",
     merge: int | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
@@ -144,12 +149,13 @@ def prune(
         "STRATEGY": sparser,
         "SCOPE": scope,
         "ROUND_TO": round_to,
+        "HEADS": heads,
         "RATIO": 0.5 if ratio is None else ratio,
     }
     cfg = SparseConfig.load({"SPARSER": section} if config is None else config)
-    model, given, done = _shallower(
-        model, example, given, merge, depth, batches, cfg.sparser.round_to, progress
-    )
+    whole = model
+    model, done = shallower(model, example, merge, depth, batches, cfg.sparser.round_to, progress)
+    given = _of_smaller(given, whole, model, example)
     smodel = SparseModel(model, cfg, example)
     if batches is not None:
         smodel.calibrate(batches, loss, progress)
@@ -162,6 +168,5 @@ def prune(
         else:
             smodel.tune_batchnorm(batches, progress)
     small = smodel.compact()
-    for name, blocks in done.items():  # to do it again: `sparsebit.sparse.merge`, `shorten`
-        setattr(small, name, blocks)
+    vars(getattr(small, "pruning_plan", Plan())).update(done)  # single weights have none
     return small

@@ -15,6 +15,7 @@ from sparsebit.utils.device import Device, default_device
 __all__ = ["SparseConfig", "SparserConfig", "parse_sconfig", "resolve", "unmatched"]
 
 Kind = Literal["structured", "unstructured"]
+Heads = Literal["whole", "dimension"]
 OLD_KINDS = {"structed": "structured", "unstructed": "unstructured"}  # the original's spelling
 
 
@@ -35,6 +36,9 @@ class SparserConfig(PluginConfig):
     )
     round_to: int = Field(
         1, ge=1, description="structured: layers keep the nearest multiple of this many channels"
+    )
+    heads: Heads = Field(
+        "whole", description="structured, of attention: a head goes, or the same dimension of every head"
     )
     refit: bool = Field(
         True, description="structured, with batches: layers that read what goes make up for it"

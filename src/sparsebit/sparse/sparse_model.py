@@ -202,7 +202,8 @@ class SparseModel(nn.Module):
         bake(self.model, self._hidden["plain"])
         if self._hidden["walk"] is None:
             with torch.no_grad():
-                self._hidden["walk"] = Walk.through(self._hidden["plain"].eval(), self.example)
+                plain, heads = self._hidden["plain"].eval(), self.cfg.sparser.heads
+                self._hidden["walk"] = Walk.through(plain, self.example, heads)
         found: Walk = self._hidden["walk"]
         return found
 

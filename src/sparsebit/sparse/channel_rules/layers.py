@@ -149,12 +149,8 @@ def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     """Cut on the axis it works over: its statistics are then those of the channels that are left."""
     module, path = walk.module(node), str(node.target)
-    axes = walk.labels.varies(input)
     over = range(input.dim() - len(module.normalized_shape), input.dim())
-    if not set(over) & set(axes):
-        return input
-    if not set(axes) <= set(over):  # over the dimensions of a head: whole heads go
-        walk.labels.whole(input, list(over))
+    if not {*over} & walk.settle_heads(input, over):
         return input
     if len(over) > 1:
         return NotImplemented

@@ -72,16 +72,19 @@ OPERATORS = "add sub mul truediv floordiv mod pow iadd isub imul itruediv eq ne 
 
 @channel_rule(*BINARY, *(getattr(operator, name) for name in OPERATORS.split()))
 def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-    """Where an operand has some of the axes of channels only (a table of positions for all heads), whole ones go."""
+    """An operand may have some of the axes of channels only: a table of positions for all heads."""
     shape = walk.values[node].shape
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     largest = lambda t: (t.shape == shape, len(walk.labels.varies(t)), t.numel())
     out, *others = sorted(found, key=largest, reverse=True)
     out = out.expand(shape)
     for other in others:
-        axes = walk.labels.varies(out)
         aligned = [1] * (len(shape) - other.dim()) + list(other.shape)
+        axes = walk.labels.varies(out)
         shared = [d for d in axes if aligned[d] > 1]
+        if walk.heads == "dimension" and 0 < len(shared) < len(axes):
+            axes = sorted(walk.settle_heads(out, axes[-1:]))
+            shared = [d for d in axes if aligned[d] > 1]
         if len(shared) == len(axes):
             walk.labels.join(out, other.expand(shape))
         elif bool((walk.labels.roots(other) != FIXED).any()):
@@ -129,7 +132,7 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
         return meet(walk, node, input, *args, **kwargs)
     over = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else list(dims)
     over = [d % input.dim() for d in over]
-    varies = _whole_heads(walk, input, over)
+    varies = walk.settle_heads(input, over)
     if set(over) & varies:
         is_sum = op_of(node, walk.gm) in SUM and node.all_input_nodes[0] in walk.zero
         return walk.fixed(out) if is_sum and len(varies) == 1 else NotImplemented
@@ -165,18 +168,9 @@ def normalize(walk: Walk, node: fx.Node, input: Tensor, p: float = 2.0, dim: int
 
 
 def _unless_along(walk: Walk, input: Tensor, dim: Any) -> Any:
-    if not isinstance(dim, int) or dim % input.dim() in _whole_heads(walk, input, [dim % input.dim()]):
+    if not isinstance(dim, int) or dim % input.dim() in walk.settle_heads(input, [dim % input.dim()]):
         return NotImplemented
     return input
-
-
-def _whole_heads(walk: Walk, input: Tensor, over: list[int]) -> set[int]:
-    """The axes with channels; where there are others than `over`, what lies along `over` stays together."""
-    varies = {*walk.labels.varies(input)}
-    if varies - {*over} and varies & {*over}:
-        walk.labels.whole(input, sorted(varies & {*over}))
-        varies = {*walk.labels.varies(input)}
-    return varies
 
 
 @channel_rule(F.glu, nn.GLU)

@@ -1,4 +1,4 @@
-"""Products of two activations, and attention: whole heads go, or dimensions where there is a single head."""
+"""Products of two activations, and attention: whole heads go, or the same dimensions of every head (`Walk.heads`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 def matmul(walk: Walk, node: fx.Node, a: Tensor, b: Tensor) -> Any:
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
-    shape = walk.values[node].shape
-    full = (*shape, a.shape[-1])  # rows, columns, what is summed up
-    return contract(
-        walk, node, a.unsqueeze(-2).expand(full), b.transpose(-2, -1).unsqueeze(-3).expand(full), 1
-    )
+    a, b = a.unsqueeze(-2), b.transpose(-2, -1).unsqueeze(-3)  # rows, columns, what is summed up
+    return contract(walk, node, a, b, 1)
 
 
 @channel_rule(torch.einsum)
@@ -40,30 +37,41 @@ def einsum(walk: Walk, node: fx.Node, equation: Any, *operands: Any) -> Any:
     if any(len({*name}) != len(name) for name in names) or any(c not in n for c in summed for n in names):
         return NotImplemented
     order = [*out, *summed]
-    size = {c: n for name, t in zip(names, tensors) for c, n in zip(name, t.shape)}
     wide = []
     for name, t in zip(names, tensors):
         t = t.permute([name.index(c) for c in order if c in name])
         for i, c in enumerate(order):
             t = t if c in name else t.unsqueeze(i)
-        wide.append(t.expand([size[c] for c in order]))
+        wide.append(t)
     return contract(walk, node, wide[0], wide[1], len(summed))
 
 
 def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> Any:
-    """Labels of a product of two tensors on the same axes, of which the last `summed` are summed up."""
-    labels, inner = walk.labels, range(a.dim() - summed, a.dim())
+    """Labels of a product of two tensors on the same axes (or 1), of which the last `summed` are summed up."""
+    labels, rank = walk.labels, max(a.dim(), b.dim())
+    a, b = (x[(None,) * (rank - x.dim())] for x in (a, b))
+    both = {d for d in range(rank - summed) if a.shape[d] > 1 and b.shape[d] > 1}
+    a, b = torch.broadcast_tensors(a, b)
+    inner = range(rank - summed, rank)
     varies = lambda: {*labels.varies(a), *labels.varies(b)}
     if varies() & {*inner}:
+        for x in (a, b):
+            walk.settle_heads(x, inner)
         if varies() <= {*inner} and len(varies()) == 1:  # both lose the same positions of the sum
             if not _is_zero(walk, node):
                 return NotImplemented
             labels.join(a, b)
             return walk.fixed(walk.values[node])
-        labels.whole(a, list(inner))  # inside heads: whole heads instead
+        labels.whole(a, list(inner))
         labels.whole(b, list(inner))
     for axis in reversed(inner):
         a, b = a.select(axis, 0), b.select(axis, 0)
+    for x, y in ((a, b), (b, a)):
+        heads = ({*labels.varies(x)} & both) - {*labels.varies(y)}
+        if heads and {*labels.varies(x)} - heads:
+            labels.whole(x, sorted(heads))  # the other keeps all heads: dimensions of them
+        elif heads:
+            labels.join(x, y)
     in_a, in_b = {*labels.varies(a)}, {*labels.varies(b)}
     if in_a and in_b:
         if not in_a & in_b:
@@ -93,8 +101,9 @@ def attention(
     labels, qkv = walk.labels, (query, key, value)
     if any(x.dim() - 2 in labels.varies(x) for x in qkv):
         return NotImplemented  # the axis of tokens
-    if all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv) and _is_zero(walk, node):
-        labels.join(labels.along(query, -1), labels.along(key, -1))  # one head: dimensions of it
+    one = all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv)  # a single head: dimensions of it
+    if (one or walk.heads == "dimension") and _is_zero(walk, node):
+        labels.join(labels.along(query, -1), labels.along(key, -1))
         return walk.spread(node, labels.along(value, -1), -1)
     for x in qkv:
         labels.whole(x, [-1])
