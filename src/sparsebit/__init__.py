@@ -74,7 +74,7 @@ def prune(
     scope: str = "layer",
     round_to: int = 1,
     heads: str = "whole",
-    merge: int | Sequence[str] = 0,
+    merge: int | str | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
     progress: bool | None = None,
@@ -89,10 +89,11 @@ def prune(
     scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
     heads     of attention: "whole" ones go, or the same "dimension" of every head.
-    merge     so many residual blocks first go into the one behind them, side by side: less depth, the same channels;
-              those that `batches` show to change least, narrow ones (round_to) before others; or the names of some.
+    merge     residual blocks first go into the one behind them, side by side: less depth, the same channels. "auto":
+              until none has too few to lose `round_to` of them; so many, those that `batches` show to change least,
+              narrow ones before others; or names.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
-              that `batches` show to matter least, narrow ones (round_to) before others; or the names of some.
+              that `batches` show to matter least; or names.
     config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to, heads and ratio.
     progress  show bars, for batches and for the search of a budget; None: only on a terminal.
 

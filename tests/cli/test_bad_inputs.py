@@ -306,13 +306,18 @@ PRUNING = {
     "--macs 0.5 --params 0.5": ["one of ratio, macs, params"],
     "--sparser l1nrm": ["--sparser l1nrm: no such sparser; did you mean l1norm?"],
     "--sparser wanda": ["--sparser wanda: decides by data; add --data"],
+    "--merge 1": ["--merge: layers are fitted to data; add --data"],
+    "--data x.npy --depth -1": ["depth: must be at least 0, got -1"],
+    "--data x.npy --depth layer9": ["depth: none is called layer9"],
+    "--heads hole": ["SPARSER.HEADS", "hole", "whole"],
+    "--scope all": ["SPARSER.SCOPE", "all", "global"],
 }
 
 
 @pytest.mark.parametrize("options", PRUNING)
 def test_pruning(sparsebit, work, options):
-    command = f"prune net.py:build --input-shape 2,3,8,8 {options} -o run"
-    refused(sparsebit, work, command, *PRUNING[options])
+    shape = "" if "--data" in options else "--input-shape 2,3,8,8"
+    refused(sparsebit, work, f"prune net.py:build {shape} {options} -o run", *PRUNING[options])
 
 
 # -- output ----------------------------------------------------------------------------------------------

@@ -199,6 +199,37 @@ def test_prune_resumes(sparsebit, work, monkeypatch):
     assert (work / "run/model.onnx").exists()
 
 
+RESIDUAL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.f = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+
+    def forward(self, x):
+        return torch.relu(x + self.f(x))
+
+
+def build():
+    torch.manual_seed(1)
+    blocks = [Block() for _ in range(4)]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *blocks, nn.Flatten(), nn.Linear(512, 5))
+"""
+
+
+def test_a_shallower_run_loads_again(sparsebit, work):
+    pytest.importorskip("onnxruntime")
+    (work / "deep.py").write_text(RESIDUAL)
+    done = sparsebit("prune deep.py:build --data x.npy --macs 0.4 --merge 1 --depth 1 --round-to 4 -o run")
+    assert done.code == 0, done.err
+    assert ": a linear layer stands in for it" in done.out and "side by side" in done.out
+    again = sparsebit("verify run/model.onnx")
+    assert again.code == 0 and "holds" in again.out, again.err
+
+
 # -- list, config ----------------------------------------------------------------------------------------
 def test_list_names_everything_registered(sparsebit):
     from sparsebit.export.backends import BACKENDS

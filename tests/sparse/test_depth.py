@@ -188,13 +188,12 @@ def test_the_plan_of_a_shallower_model_applies_to_a_fresh_one(net, tmp_path):
     assert fresh.pruning_plan == small.pruning_plan
 
 
-def test_narrow_branches_go_first(net):
+def test_the_branch_that_matters_least_goes(net):
     model, x = net
     with torch.no_grad():
         model.blocks[3].bn2.weight.zero_()
     assert shorten(model, x, 1, [x]).shortened == ["blocks.3"]
-    assert shorten(model, x, 1, [x], narrow=8).shortened[0] in ("blocks.0", "blocks.1")
-    assert shorten(model, x, 1, [x], narrow=4).shortened == ["blocks.3"]  # none is: all take part
+    assert shorten(model, x, "blocks.3", [x]).shortened == ["blocks.3"]
 
 
 def test_enough_gone_already(net):
@@ -208,7 +207,7 @@ def test_enough_gone_already(net):
     "options, message",
     [
         ({"depth": 1}, "pass batches"),
-        ({"depth": 9, "batches": [torch.zeros(2, 3, 8, 8)]}, "9 branches"),
+        ({"depth": 9, "batches": [torch.zeros(2, 3, 8, 8)]}, "9 are to go, but only 4 can"),
         ({"depth": -1}, "depth: must be"),
         ({"depth": 1, "batches": iter([torch.zeros(2, 3, 8, 8)])}, "list or a loader"),
     ],
@@ -219,5 +218,5 @@ def test_refused(net, options, message):
 
 
 def test_unknown_names_are_answered_with_the_known(net):
-    with pytest.raises(ConfigError, match=r"no branch is called block\.1; there are blocks\.0, blocks\.1"):
+    with pytest.raises(ConfigError, match=r"none is called block\.1; there are blocks\.0, blocks\.1"):
         shorten(*net, ["block.1"])

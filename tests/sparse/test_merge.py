@@ -168,6 +168,19 @@ def test_more_than_two_and_narrow_ones_first(net):
     assert set(everything.merged) == {"blocks.0", "blocks.1", "blocks.4"}
 
 
+def test_auto_merges_what_is_too_narrow_to_lose_a_block_of_channels(net):
+    model, x = net
+    assert set(merge(model, x, "auto", [x], narrow=8).merged) == {
+        "blocks.0",
+        "blocks.1",
+    }  # the others have 16
+    assert merge(model, x, "auto", [x]).merged == []
+    small = sparsebit.prune(model, x, 0.5, round_to=8, merge="auto", batches=[x], progress=False)
+    assert set(small.pruning_plan.merged) == {"blocks.0", "blocks.1"}
+    wide = sparsebit.prune(model, x, 0.5, merge="auto", batches=[x], progress=False)
+    assert wide.pruning_plan.merged == [] and type(wide) is Net  # nothing was done: still the user's class
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_without_norms(bias):
     torch.manual_seed(0)
@@ -229,9 +242,12 @@ def test_merged_then_cut_quantized_and_exported(net, tmp_path):
     "options, message",
     [
         ({"merge": 1}, "pass batches"),
+        ({"merge": "auto"}, "pass batches"),
+        ({"merge": "block.1"}, r"none is called block\.1"),
+        ({"depth": "auto", "batches": [torch.zeros(2, 3, 8, 8)]}, "depth: none is called auto"),
         ({"merge": 9, "batches": [torch.zeros(2, 3, 8, 8)]}, "only 3 can"),
         ({"merge": -1}, "merge: must be"),
-        ({"merge": ["block.1"]}, r"no block is called block\.1; there are blocks\.0, blocks\.1, blocks\.4"),
+        ({"merge": ["block.1"]}, r"none is called block\.1; there are blocks\.0, blocks\.1, blocks\.4"),
         ({"merge": 1, "batches": iter([torch.zeros(2, 3, 8, 8)])}, "list or a loader"),
     ],
 )

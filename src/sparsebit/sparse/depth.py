@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.errors import ConfigError
 from sparsebit.graph.ops import op_of
 from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.closeness import Batches, errors_of, values_at
 from sparsebit.sparse.costs import PerNode
+from sparsebit.sparse.one_by_one import one_by_one
 from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.running import Call
 from sparsebit.sparse.sparse_model import ADDS
@@ -39,7 +39,6 @@ class Branch:
     macs: int  # saved on the example
     add: str  # the addition in the graph
     kept: str  # its other operand
-    width: int  # of its widest layer
     normed: bool  # is there a batch norm in it?
     size: float  # mean length of its filters
     rank: int  # of the values
@@ -57,46 +56,24 @@ def shorten(
     example: Any,
     branches: int | Sequence[str],
     batches: Any = None,
-    narrow: int = 1,
     progress: bool | None = None,
 ) -> nn.Module:
     """A traced module with linear layers in place of some branches, which its attribute `shortened` names.
 
     branches   how many, chosen by what `batches` show, or the names of the ones that go.
     batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
-    narrow     branches with no more channels than this go before others: cutting channels would not make them faster.
     """
-    call = call_of(example)
-    whole = traced(model, call)
-    flags = {path: module.training for path, module in whole.named_modules()}
-    whole.eval()
-    if isinstance(branches, int) and branches and batches is None:
-        raise ConfigError("depth: which branches go is measured: pass batches, or their names")
-    calls = None if batches is None else Batches(whole, batches, progress, "depth")
-    small, names = whole, list[str]()
-    for wanted in range(branches) if isinstance(branches, int) else branches:
-        found = {branch.name: branch for branch in _branches(small, call)}
-        if isinstance(wanted, str) and wanted not in found:
-            raise ConfigError(f"depth: no branch is called {wanted}; there are {', '.join(found) or 'none'}")
-        if not found:
-            raise ConfigError(f"depth: {branches} branches are to go, but the model has only {len(names)}")
-        tried = [found[wanted]] if isinstance(wanted, str) else _narrow(found, narrow)
-        best, small = _best(whole, small, tried, calls)
-        names.append(best.name)
-    for path, module in small.named_modules():
-        module.training = flags.get(path, model.training)
+
+    branches = [branches] if isinstance(branches, str) else branches
+    find = lambda gm, call: {branch.name: branch for branch in _branches(gm, call)}
+    small, names = one_by_one(model, example, branches, batches, progress, "depth", find, _best)
     small.shortened = names  # type: ignore[assignment]
     return small
 
 
-def _narrow(found: dict[str, Branch], width: int) -> list[Branch]:
-    branches = list(found.values())
-    return [branch for branch in branches if branch.width <= width] or branches
-
-
 def _best(
     whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: Batches | None
-) -> tuple[Branch, fx.GraphModule]:
+) -> tuple[str, fx.GraphModule]:
     """The branch whose loss costs least per multiplication saved, and `small` without it."""
     like = next(small.parameters())
     layers = [stand_in(branch.channels, branch.rank, branch.normed, like) for branch in tried]
@@ -104,11 +81,11 @@ def _best(
         _fit(whole, small, tried, layers, calls)
     trials = [_without(small, branch, layer) for branch, layer in zip(tried, layers)]
     if calls is None or len(trials) == 1:
-        return tried[0], trials[0]
+        return tried[0].name, trials[0]
     errors = errors_of(whole, trials, calls)
     i = min(range(len(tried)), key=lambda i: errors[i] / tried[i].macs)
     log.info("depth: %s goes, relative error of the output %.3g", tried[i].name, errors[i])
-    return tried[i], trials[i]
+    return tried[i].name, trials[i]
 
 
 @torch.no_grad()
@@ -157,9 +134,9 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
                 rank = len(shape) if convolution else 0
                 filters = [p.detach().flatten(1) for p in _parameters(gm, layers) if p.ndim > 1]
                 size = float(torch.stack([f.norm(dim=1).mean() for f in filters]).mean())
-                width, normed = max(map(len, filters)), convolution and any(_is_norm(n, gm) for n in only)
+                normed = convolution and any(_is_norm(n, gm) for n in only)
                 name = common_path(layers)
-                found.append(Branch(name, saved, node.name, kept.name, width, normed, size, rank, channels))
+                found.append(Branch(name, saved, node.name, kept.name, normed, size, rank, channels))
     return [replace(b, name=name) for b, name in zip(found, distinct([(b.name, b.add) for b in found]))]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.errors import ConfigError
 from sparsebit.graph.ops import module_calls, module_of, op_of
 from sparsebit.sparse.closeness import Batches, errors_of, values_at
 from sparsebit.sparse.depth import common_path, distinct
-from sparsebit.sparse.prune import call_of, traced
+from sparsebit.sparse.one_by_one import Wanted, one_by_one
+from sparsebit.sparse.running import Call
 from sparsebit.sparse.sparse_model import ADDS
 from sparsebit.sparse.stand_in import solve
 
@@ -63,38 +63,33 @@ class Pair:
 def merge(
     model: nn.Module,
     example: Any,
-    blocks: int | Sequence[str],
+    blocks: Wanted,
     batches: Any = None,
     narrow: int = 1,
     progress: bool | None = None,
 ) -> nn.Module:
     """A traced module in which some blocks have gone into the one behind them; its attribute `merged` names them.
 
-    blocks     how many, chosen by what `batches` show, or the names of the ones that go.
+    blocks     how many, chosen by what `batches` show; "auto": until none is narrow; or the names of the ones that go.
     batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
     narrow     blocks with no more inner channels than this go before others, two of them before one with another.
     """
-    whole = traced(model, call_of(example))
-    flags = {path: module.training for path, module in whole.named_modules()}
-    whole.eval()
-    if isinstance(blocks, int) and blocks and batches is None:
-        raise ConfigError("merge: which blocks go is measured: pass batches, or their names")
-    calls = None if batches is None else Batches(whole, batches, progress, "merge")
-    small, names = whole, list[str]()
-    for wanted in range(blocks) if isinstance(blocks, int) else blocks:
-        found = {pair.goes.name: pair for pair in find_pairs(small)}
-        if isinstance(wanted, str) and wanted not in found:
-            raise ConfigError(f"merge: no block is called {wanted}; there are {', '.join(found) or 'none'}")
-        if not found:
-            raise ConfigError(f"merge: {blocks} blocks are to go, but only {len(names)} can")
-        pairs = [found[wanted]] if isinstance(wanted, str) else _narrow(list(found.values()), narrow)
-        pair = _best(whole, small, pairs, calls)
+
+    def take(
+        whole: fx.GraphModule, small: fx.GraphModule, found: list[Pair], calls: Batches | None
+    ) -> tuple[str, fx.GraphModule]:
+        pair = _best(whole, small, _narrow(found, narrow), calls)
         small = _merged(small, pair)
         if calls is not None:
             _fit(whole, small, pair, calls)
-        names.append(pair.goes.name)
-    for path, module in small.named_modules():
-        module.training = flags.get(path, model.training)
+        return pair.goes.name, small
+
+    def find(gm: fx.GraphModule, call: Call) -> dict[str, Pair]:
+        pairs = {pair.goes.name: pair for pair in find_pairs(gm)}
+        return {k: p for k, p in pairs.items() if blocks != "auto" or min(p.widths) <= narrow}
+
+    blocks = [blocks] if isinstance(blocks, str) and blocks != "auto" else blocks
+    small, names = one_by_one(model, example, blocks, batches, progress, "merge", find, take)
     small.merged = names  # type: ignore[assignment]
     return small
 

@@ -83,18 +83,25 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
 
 
 def shallower(
-    model: nn.Module, example: Any, merge: int | Sequence[str], depth: int | Sequence[str], *options: Any
+    model: nn.Module,
+    example: Any,
+    merge: int | str | Sequence[str],
+    depth: int | Sequence[str],
+    batches: Any = None,
+    round_to: int = 1,
+    progress: bool | None = None,
 ) -> tuple[nn.Module, dict[str, list[str]]]:
     """The model with blocks merged and branches gone, and which."""
     from sparsebit.sparse.depth import shorten
     from sparsebit.sparse.merging import merge as merge_blocks
 
     done: dict[str, Any] = {"merged": [], "shortened": []}
-    if merge:
-        model = merge_blocks(model, example, merge, *options)
-        done["merged"] = model.merged
+    if merge:  # what has fewer channels than two blocks of them cannot lose one
+        merged = merge_blocks(model, example, merge, batches, 2 * round_to - 1, progress)
+        done["merged"] = merged.merged
+        model = merged if merged.merged else model
     if depth:
-        model = shorten(model, example, depth, *options)
+        model = shorten(model, example, depth, batches, progress)
         done["shortened"] = model.shortened
     return model, done
 
@@ -125,7 +132,7 @@ def prune(
     scope: str = "layer",
     round_to: int = 1,
     heads: str = "whole",
-    merge: int | Sequence[str] = 0,
+    merge: int | str | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
     progress: bool | None = None,

@@ -30,6 +30,20 @@ def prune(
     round_to: Annotated[
         int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")
     ] = 1,
+    scope: Annotated[
+        str, typer.Option(help="layer: the same share of each; global: of all together")
+    ] = "layer",
+    heads: Annotated[
+        str, typer.Option(help="of attention: whole ones go, or the same dimension of each")
+    ] = "whole",
+    merge: Annotated[
+        str,
+        typer.Option(help="residual blocks that first go into the next one: auto, how many, or a,b,c"),
+    ] = "0",
+    depth: Annotated[
+        str,
+        typer.Option(help="residual branches that become a linear layer: how many, or a,b,c"),
+    ] = "0",
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
     metric: options.Metric = None,
@@ -44,11 +58,18 @@ def prune(
     from sparsebit.cli.run import check_output, running
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
-    how = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser, "round_to": round_to}
+    how: dict[str, Any] = {
+        "ratio": ratio,
+        "macs": macs,
+        "params": params,
+        "sparser": sparser,
+        "round_to": round_to,
+    }
+    how |= {"scope": scope, "heads": heads, "merge": _blocks(merge), "depth": _blocks(depth)}
     asked = {**how, "metric": metric and absolute(metric)}
     check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
     start()
-    _check_settings(sparser, data)
+    _check_settings(how, data)
     compare.check_metric(metric)
     net, batches = inputs.load()
     _check_model(model, net)
@@ -75,9 +96,20 @@ def prune(
     return 0 if result["ok"] else 1
 
 
-def _check_settings(sparser: str, data: str | None) -> None:
+def _blocks(text: str) -> int | str | list[str]:
+    """auto, 4, or names: layer1.0,layer1.1."""
+    if text == "auto":
+        return text
+    return int(text) if text.removeprefix("-").isdecimal() else text.split(",")
+
+
+def _check_settings(how: dict[str, Any], data: str | None) -> None:
     from sparsebit.sparse.sparsers import SPARSERS_MAP
 
+    for name in ("merge", "depth"):
+        if how[name] and data is None:
+            raise InputError(f"--{name}: layers are fitted to data; add --data")
+    sparser = how["sparser"]
     if sparser not in SPARSERS_MAP:
         raise InputError(f"--sparser {sparser}: no such sparser{SPARSERS_MAP.hint(sparser)}")
     if SPARSERS_MAP[sparser].NEEDS and data is None:
