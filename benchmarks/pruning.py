@@ -26,21 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import assets
 import qat_cifar
 import sparsebit
-from sparsebit.sparse import SparseModel, merge, shorten
+from sparsebit.sparse import SparseModel, merge
 
 BUDGET = 0.5
 METHODS = ["torch-pruning", "l2norm, no data", "l2norm", "fpgm", "fpgm, all", "l2norm, fast", "fpgm, fast"]
-# of "fast": blocks that go into the one behind them, branches that a linear layer stands in for, scope of the cut.
-# 20 and 32: what `shorten` once chose; 44: grouped by hand. Kept as the best of several tries (docs/decisions.md)
-FAST: dict[int, tuple[list[str], list[str], str]] = {
-    20: ([], ["layer1.0", "layer1.1"], "global"),
-    32: (
-        [],
-        [f"layer{name}" for name in ("2.1", "2.3", "1.3", "2.2", "3.2", "1.4", "2.4", "3.4")],
-        "layer",
-    ),
-    44: (["layer1.0", "layer1.2", "layer1.3", "layer1.5"], [], "layer"),
-}
+BLOCK = 16  # channels that a kernel of onnxruntime takes at a time, with AVX-512
 
 
 def macs(model: nn.Module) -> int:
@@ -49,29 +39,23 @@ def macs(model: nn.Module) -> int:
     return counter.get_total_flops() // 2
 
 
-def ours(
-    method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]], depth: int
-) -> tuple[nn.Module, float, float]:
+def ours(method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> tuple[nn.Module, float, float]:
     """(small, CPU seconds of the cut, of the passes over data); the forms of a strategy:
 
     l2norm            inner channels of the residual blocks, the same share of every layer, as torch-pruning does it;
                       with data, layers behind a cut are refit and batch norms re-estimated: what batches= does
     l2norm, no data   without that
     l2norm, all       channels of the residual streams too, of all layers together
-    l2norm, fast      whole blocks of 16 inner channels, after residual blocks were put side by side, or a linear layer
-                      in place of some
+    l2norm, fast      whole blocks of 16 inner channels, after residual blocks that have one only were put side by side
     """
     strategy, _, form = method.partition(", ")
-    blocks, branches, scope = (
-        FAST[depth] if form == "fast" else ([], [], "global" if form == "all" else "layer")
-    )
-    sparser = {"STRATEGY": strategy, "RATIO": 0.5, "SCOPE": scope, "ROUND_TO": 16 if form == "fast" else 1}
+    sparser: dict[str, Any] = {"STRATEGY": strategy, "RATIO": 0.5}
+    sparser |= {"SCOPE": "global" if form == "all" else "layer", "ROUND_TO": BLOCK if form == "fast" else 1}
     example, budget = torch.zeros(1, 3, 32, 32), BUDGET
     clock, data = time.process_time(), 0.0
     if form == "fast":
         data -= time.process_time()
-        whole, net = macs(net), merge(net, example, blocks, batches)
-        net = shorten(net, example, branches, batches)
+        whole, net = macs(net), merge(net, example, "auto", batches, narrow=2 * BLOCK - 1)
         data += time.process_time()
         budget = min(1.0, budget * whole / macs(net))
     smodel = SparseModel(net, {"DEVICE": "cpu", "SPARSER": sparser}, example)
@@ -205,7 +189,7 @@ def main() -> None:
                 prune = (
                     torch_pruning
                     if method == "torch-pruning"
-                    else functools.partial(ours, method, batches=batches, depth=depth)
+                    else functools.partial(ours, method, batches=batches)
                 )
                 if not method.endswith("fast"):
                     prune(net)  # once for the imports

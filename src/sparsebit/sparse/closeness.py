@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ class _Seen(Runner):
 
     def __init__(self, gm: fx.GraphModule, names: set[str]):
         super().__init__(gm)
+        self.extra_traceback = False  # _SeenAll is no error
         self.names = names
         self.seen: dict[str, Tensor] = {}
 
@@ -47,12 +49,19 @@ class _Seen(Runner):
         value = super().run_node(n)
         if n.name in self.names:
             self.seen[n.name] = value.clone()
+            if len(self.seen) == len(self.names):
+                raise _SeenAll
         return value
+
+
+class _SeenAll(Exception):
+    """The rest of the graph need not run."""
 
 
 def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor]:
     run = _Seen(gm, names)
-    run.run_on(gm, call)
+    with contextlib.suppress(_SeenAll):
+        run.run_on(gm, call)
     return run.seen
 
 

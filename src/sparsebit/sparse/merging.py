@@ -29,6 +29,7 @@ from sparsebit.sparse.stand_in import solve
 log = logging.getLogger("sparsebit")
 
 PIECE = 1 << 24  # unfolded numbers at a time
+ROWS = 16  # positions of a piece that are looked at, for every weight of a filter: far more than there are unknowns
 ACTIVATIONS: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity),
     *(F.relu, F.relu_, F.relu6, F.gelu, F.silu, F.hardswish, F.leaky_relu, F.elu, F.mish),
@@ -247,14 +248,18 @@ def _fit(whole: fx.GraphModule, small: fx.GraphModule, pair: Pair, calls: Batche
     conv: Any = small.get_submodule(str(node.target))
     read, kept, add = pair.stays.nodes[last - 1].name, pair.goes.kept.name, pair.stays.add.name
     moment: Any = 0.0
+    draw = torch.Generator().manual_seed(0)
     for call in calls:
         want = values_at(whole, {add}, call)[add]
         seen = values_at(small, {read, kept}, call)
         lacks = want - seen[kept]
         step = max(1, PIECE // (seen[read][0].numel() * conv.kernel_size[0] * conv.kernel_size[1]))
         for x, y in zip(seen[read].split(step), lacks.split(step)):
-            x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding).mT.flatten(0, 1).double()
+            x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding)  # image, weight, position
+            images, weights, places = x.shape
+            some = torch.randperm(images * places, generator=draw)[: ROWS * weights].to(x.device)
+            x, y = (v.movedim(1, 2)[some // places, some % places].double() for v in (x, y.flatten(2)))
             x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-            moment = moment + x.T @ torch.cat([x, y.movedim(1, -1).flatten(0, 2).double()], 1)
+            moment = moment + x.T @ torch.cat([x, y], 1)
     size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
     solve(moment, size, conv, *(small.get_submodule(str(norm.target)) for norm in norms))
