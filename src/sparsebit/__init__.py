@@ -89,9 +89,9 @@ def prune(
     scope     "layer": the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
     heads     of attention: "whole" ones go, or the same "dimension" of every head.
-    merge     residual blocks first go into the one behind them, side by side: less depth, the same channels. "auto":
-              until none has too few to lose `round_to` of them; so many, those that `batches` show to change least,
-              narrow ones before others; or names.
+    merge     residual blocks first go into the one behind them, side by side: less depth, the same channels. So many,
+              those that `batches` show to change least, narrow ones before others; "auto": pairs that are too narrow
+              to get faster by losing half of their channels; or names.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least; or names.
     config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to, heads and ratio.

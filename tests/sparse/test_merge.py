@@ -149,7 +149,7 @@ def test_a_block_that_does_nothing_merges_without_loss(net):
         getattr(model.blocks[4].bn2, name).zero_()
     before = copy.deepcopy(model.state_dict())
     many = torch.randn(256, 3, 8, 8)
-    small = merge(model.train(), x, 1, [many])
+    small = merge(model.train(), x, ["blocks.4"], [many])
     assert small.merged == ["blocks.4"] and small.training and model.training
     for got, want in zip(small.eval()(x), model.eval()(x)):
         assert (got - want).square().sum() < 1e-4 * want.square().sum()
@@ -161,24 +161,36 @@ def test_a_block_that_does_nothing_merges_without_loss(net):
 
 def test_more_than_two_and_narrow_ones_first(net):
     model, x = net
-    small = merge(model, x, 2, [x], narrow=8)
+    small = merge(model, x, 2, [x])
     assert set(small.merged) == {"blocks.0", "blocks.1"}
     assert small.blocks.get_submodule("2").conv1.out_channels == 24
-    everything = merge(model, x, 3, [x], narrow=8)
+    everything = merge(model, x, 3, [x])
     assert set(everything.merged) == {"blocks.0", "blocks.1", "blocks.4"}
 
 
-def test_auto_merges_what_is_too_narrow_to_lose_a_block_of_channels(net):
+def test_auto_pairs_what_cannot_be_halved_in_whole_kernel_blocks():
+    torch.manual_seed(0)
+    stem, x = nn.Conv2d(3, 16, 1), torch.randn(4, 3, 8, 8)
+    blocks = [Block(16, 16), Block(16, 16), Block(16, 16), Block(16, 32, 2), Block(32, 32), Block(32, 32)]
+    model = randomise(nn.Sequential(stem, *blocks)).eval()
+    merged = merge(model, x, "auto", [x]).merged
+    assert len(merged) == 1 and merged[0] in ("1", "2")  # the third stays, and so do the ones of 32
+    small = sparsebit.prune(model, x, 0.5, merge="auto", batches=[x], progress=False)
+    assert small.pruning_plan.merged == merged
+    wide = nn.Sequential(nn.Conv2d(3, 32, 1), Block(32, 32), Block(32, 32)).eval()
+    wide = sparsebit.prune(wide, x, 0.5, merge="auto", batches=[x], progress=False)
+    assert (
+        wide.pruning_plan.merged == [] and type(wide) is nn.Sequential
+    )  # nothing was done: the user's class
+
+
+def test_the_pair_that_goes_is_the_one_that_changes_the_output_least_once_fitted(net):
     model, x = net
-    assert set(merge(model, x, "auto", [x], narrow=8).merged) == {
-        "blocks.0",
-        "blocks.1",
-    }  # the others have 16
-    assert merge(model, x, "auto", [x]).merged == []
-    small = sparsebit.prune(model, x, 0.5, round_to=8, merge="auto", batches=[x], progress=False)
-    assert set(small.pruning_plan.merged) == {"blocks.0", "blocks.1"}
-    wide = sparsebit.prune(model, x, 0.5, merge="auto", batches=[x], progress=False)
-    assert wide.pruning_plan.merged == [] and type(wide) is Net  # nothing was done: still the user's class
+    errors = {}
+    for goes, *_ in names(model, x)[:2]:  # those of 8 channels go first
+        small = merge(model, x, [goes], [x])
+        errors[goes] = sum((a - b).square().sum().item() for a, b in zip(small(x), model(x)))
+    assert merge(model, x, 1, [x]).merged == [min(errors, key=errors.get)]
 
 
 @pytest.mark.parametrize("bias", [True, False])

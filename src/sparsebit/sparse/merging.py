@@ -28,6 +28,7 @@ from sparsebit.sparse.stand_in import solve
 
 log = logging.getLogger("sparsebit")
 
+BLOCK = 16  # channels that a kernel takes at a time, with AVX-512
 PIECE = 1 << 24  # unfolded numbers at a time
 ROWS = 16  # positions of a piece that are looked at, for every weight of a filter: far more than there are unknowns
 ACTIVATIONS: set[Any] = {
@@ -60,34 +61,34 @@ class Pair:
     between: list[fx.Node]  # activations, from the one's addition to the other
     widths: tuple[int, int]  # inner channels of both
 
+    @property
+    def narrow(self) -> bool:
+        """Neither can be halved in whole kernel blocks."""
+        return max(self.widths) < 2 * BLOCK
+
 
 def merge(
     model: nn.Module,
     example: Any,
     blocks: Wanted,
     batches: Any = None,
-    narrow: int = 1,
     progress: bool | None = None,
 ) -> nn.Module:
     """A traced module in which some blocks have gone into the one behind them; its attribute `merged` names them.
 
-    blocks     how many, chosen by what `batches` show; "auto": until none is narrow; or the names of the ones that go.
+    blocks     how many, chosen by what `batches` show, narrow ones first: with less than two kernel blocks of channels;
+               "auto": while two narrow ones follow each other; or the names of the ones that go.
     batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
-    narrow     blocks with no more inner channels than this go before others, two of them before one with another.
     """
 
     def take(
         whole: fx.GraphModule, small: fx.GraphModule, found: list[Pair], calls: Batches | None
     ) -> tuple[str, fx.GraphModule]:
-        pair = _best(whole, small, _narrow(found, narrow), calls)
-        small = _merged(small, pair)
-        if calls is not None:
-            _fit(whole, small, pair, calls)
-        return pair.goes.name, small
+        return _best(whole, small, _narrowest(found) or found, calls)
 
     def find(gm: fx.GraphModule, call: Call) -> dict[str, Pair]:
         pairs = {pair.goes.name: pair for pair in find_pairs(gm)}
-        return {k: p for k, p in pairs.items() if blocks != "auto" or min(p.widths) <= narrow}
+        return {k: p for k, p in pairs.items() if blocks != "auto" or p.narrow}
 
     blocks = [blocks] if isinstance(blocks, str) and blocks != "auto" else blocks
     small, names = one_by_one(model, example, blocks, batches, progress, "merge", find, take)
@@ -95,20 +96,23 @@ def merge(
     return small
 
 
-def _narrow(pairs: list[Pair], width: int) -> list[Pair]:
-    narrow = [pair for pair in pairs if min(pair.widths) <= width]
-    least = min((sum(pair.widths) for pair in narrow), default=0)
-    return [pair for pair in narrow if sum(pair.widths) == least] or pairs
+def _narrowest(pairs: list[Pair]) -> list[Pair]:
+    least = min((sum(pair.widths) for pair in pairs if pair.narrow), default=0)
+    return [pair for pair in pairs if pair.narrow and sum(pair.widths) == least]
 
 
-def _best(whole: fx.GraphModule, small: fx.GraphModule, pairs: list[Pair], calls: Batches | None) -> Pair:
-    """The pair that side by side, before any fit, changes the output least."""
-    if calls is None or len(pairs) == 1:
-        return pairs[0]
-    errors = errors_of(whole, [_side_by_side(small, pair) for pair in pairs], calls)
-    error, i = min((error, i) for i, error in enumerate(errors))
+def _best(
+    whole: fx.GraphModule, small: fx.GraphModule, pairs: list[Pair], calls: Batches | None
+) -> tuple[str, fx.GraphModule]:
+    """The pair that as one block changes the output least, and `small` with it."""
+    trials = [_merged(small, pair) for pair in pairs]
+    if calls is not None:
+        _fit(whole, trials, pairs, calls)
+    if calls is None or len(trials) == 1:
+        return pairs[0].goes.name, trials[0]
+    error, i = min((error, i) for i, error in enumerate(errors_of(whole, trials, calls)))
     log.info("merge: %s goes into %s, error %.3g", pairs[i].goes.name, pairs[i].stays.name, error)
-    return pairs[i]
+    return pairs[i].goes.name, trials[i]
 
 
 # -- what can be merged --------------------------------------------------------------------------------
@@ -241,25 +245,37 @@ def _side(one: Any, other: Any, axis: int) -> Any:
 
 
 @torch.no_grad()
-def _fit(whole: fx.GraphModule, small: fx.GraphModule, pair: Pair, calls: Batches) -> None:
-    """Least squares for the last convolution: what `small` lacks of the sum in `whole` behind both blocks."""
-    last = pair.stays.last
-    node, *norms = pair.stays.nodes[last:]
-    conv: Any = small.get_submodule(str(node.target))
-    read, kept, add = pair.stays.nodes[last - 1].name, pair.goes.kept.name, pair.stays.add.name
-    moment: Any = 0.0
+def _fit(whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair], calls: Batches) -> None:
+    """Least squares for the last convolutions: what a trial lacks of the sum in `whole` behind both blocks."""
+    moments: list[Any] = [0.0] * len(trials)
     draw = torch.Generator().manual_seed(0)
     for call in calls:
-        want = values_at(whole, {add}, call)[add]
-        seen = values_at(small, {read, kept}, call)
-        lacks = want - seen[kept]
-        step = max(1, PIECE // (seen[read][0].numel() * conv.kernel_size[0] * conv.kernel_size[1]))
-        for x, y in zip(seen[read].split(step), lacks.split(step)):
-            x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding)  # image, weight, position
-            images, weights, places = x.shape
-            some = torch.randperm(images * places, generator=draw)[: ROWS * weights].to(x.device)
-            x, y = (v.movedim(1, 2)[some // places, some % places].double() for v in (x, y.flatten(2)))
-            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-            moment = moment + x.T @ torch.cat([x, y], 1)
-    size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
-    solve(moment, size, conv, *(small.get_submodule(str(norm.target)) for norm in norms))
+        wanted = values_at(whole, {pair.stays.add.name for pair in pairs}, call)
+        for i, (trial, pair) in enumerate(zip(trials, pairs)):
+            read, kept = pair.stays.nodes[pair.stays.last - 1].name, pair.goes.kept.name
+            seen = values_at(trial, {read, kept}, call)
+            lacks = wanted[pair.stays.add.name] - seen[kept]
+            moments[i] = moments[i] + _moment(seen[read], lacks, _last_conv(trial, pair), draw)
+    for trial, pair, moment in zip(trials, pairs, moments):
+        conv = _last_conv(trial, pair)
+        norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
+        size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
+        solve(moment, size, conv, *norms)
+
+
+def _last_conv(gm: fx.GraphModule, pair: Pair) -> Any:
+    return gm.get_submodule(str(pair.stays.nodes[pair.stays.last].target))
+
+
+def _moment(read: Tensor, lacks: Tensor, conv: Any, draw: torch.Generator) -> Any:
+    """Sums over x' [x' y]: x is what a filter reads at a position, and a one; y what is wanted there."""
+    found: Any = 0.0
+    step = max(1, PIECE // (read[0].numel() * conv.kernel_size[0] * conv.kernel_size[1]))
+    for x, y in zip(read.split(step), lacks.split(step)):
+        x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding)  # image, weight, position
+        images, weights, places = x.shape
+        some = torch.randperm(images * places, generator=draw)[: ROWS * weights].to(x.device)
+        x, y = (v.movedim(1, 2)[some // places, some % places].double() for v in (x, y.flatten(2)))
+        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+        found = found + x.T @ torch.cat([x, y], 1)
+    return found

@@ -88,7 +88,6 @@ def shallower(
     merge: int | str | Sequence[str],
     depth: int | Sequence[str],
     batches: Any = None,
-    round_to: int = 1,
     progress: bool | None = None,
 ) -> tuple[nn.Module, dict[str, list[str]]]:
     """The model with blocks merged and branches gone, and which."""
@@ -96,8 +95,8 @@ def shallower(
     from sparsebit.sparse.merging import merge as merge_blocks
 
     done: dict[str, Any] = {"merged": [], "shortened": []}
-    if merge:  # what has fewer channels than two blocks of them cannot lose one
-        merged = merge_blocks(model, example, merge, batches, 2 * round_to - 1, progress)
+    if merge:
+        merged = merge_blocks(model, example, merge, batches, progress)
         done["merged"] = merged.merged
         model = merged if merged.merged else model
     if depth:
@@ -161,7 +160,7 @@ def prune(
     }
     cfg = SparseConfig.load({"SPARSER": section} if config is None else config)
     whole = model
-    model, done = shallower(model, example, merge, depth, batches, cfg.sparser.round_to, progress)
+    model, done = shallower(model, example, merge, depth, batches, progress)
     given = _of_smaller(given, whole, model, example)
     smodel = SparseModel(model, cfg, example)
     if batches is not None:
