@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebit.cli.models import load_model
+from sparsebit.export import runtime
 
 NET = """
 import torch
@@ -80,6 +81,6 @@ def batches(folder: Path, size: int = 4) -> list[torch.Tensor]:
 
 
 def run_onnx(path: Path, x: torch.Tensor) -> np.ndarray:
-    ort = pytest.importorskip("onnxruntime")
-    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    pytest.importorskip("onnxruntime")
+    session = runtime.session(path)
     return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]

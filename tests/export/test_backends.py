@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import sparsebit
 from models import images, small_net
 from sparsebit.errors import ExportError
+from sparsebit.export import runtime
 from sparsebit.export.backends import BACKENDS
 from sparsebit.export.marks import Mark, emit
 from sparsebit.export.openvino_runtime import OpenvinoSession
@@ -186,9 +187,7 @@ class FakeOpenvino(ModuleType):
 
     class Compiled:
         def __init__(self, path: str):
-            import onnxruntime
-
-            self.session = onnxruntime.InferenceSession(path)
+            self.session = runtime.session(path)
             self.inputs = [FakeOpenvino.Port(i.name) for i in self.session.get_inputs()]
             self.outputs = [FakeOpenvino.Port(o.name) for o in self.session.get_outputs()]
 

@@ -15,12 +15,12 @@ import sparsebit
 from models import images, small_net
 from sparsebit import QuantModel
 from sparsebit.errors import ExportError
-from sparsebit.export import files
+from sparsebit.export import files, runtime
 from sparsebit.export.backends.onnxruntime import OnnxruntimeBackend
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 
@@ -52,7 +52,7 @@ def net() -> QuantModel:
 
 
 def run(path: Path, *inputs: Tensor) -> list[np.ndarray]:
-    session = onnxruntime.InferenceSession(str(path))
+    session = runtime.session(path)
     return session.run(None, {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs)})
 
 

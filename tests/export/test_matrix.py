@@ -10,9 +10,10 @@ from exported_once import export_once
 from torch import Tensor, nn
 
 from sparsebit import QuantConfig, QuantModel
+from sparsebit.export import runtime
 from sparsebit.export.types import SINCE
 
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 SCHEMES = [
@@ -135,7 +136,7 @@ def test_saturates_where_the_model_does(build, bits, tmp_path, monkeypatch):
     qmodel.set_quant(True, True)
     with torch.no_grad():
         expected = qmodel(**large)
-    session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
+    session = runtime.session(tmp_path / "m.onnx")
     got = session.run(None, {name: value.numpy() for name, value in large.items()})
     for (name, want), have in zip(expected.items(), got):
         torch.testing.assert_close(

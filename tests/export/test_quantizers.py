@@ -11,10 +11,11 @@ from torch import nn
 import sparsebit
 from models import images, small_net
 from sparsebit import QuantConfig, QuantModel
+from sparsebit.export import runtime
 from sparsebit.quantization.quantizers import Quantizer
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 AFFINE, SYMMETRIC = "per-tensor-affine", "per-tensor-symmetric"
@@ -52,7 +53,7 @@ def both(qmodel: QuantModel, path, x: torch.Tensor) -> tuple[np.ndarray, np.ndar
     """The outputs of the model and of the file, as users run it."""
     with torch.no_grad():
         expected = qmodel(x).numpy()
-    return expected, onnxruntime.InferenceSession(str(path)).run(None, {"x": x.numpy()})[0]
+    return expected, runtime.session(path).run(None, {"x": x.numpy()})[0]
 
 
 def close(expected: np.ndarray, got: np.ndarray) -> bool:

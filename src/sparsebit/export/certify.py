@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, Rows
 from sparsebit.export.marks import Mark
-from sparsebit.export.runtime import Array
+from sparsebit.export.runtime import EXACT_SUMS, Array
 from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
 
 if TYPE_CHECKING:
@@ -97,12 +97,20 @@ class Certificate(Comparison):
     def remarks(self) -> list[str]:
         """(b) judged against (c)."""
         noise, floor = self.runtime.noise_db, self.floor.noise_db
-        if noise <= max(floor + ABOVE_FLOOR, QUIET):
-            return []
-        return [
-            f"optimised, the runtime is {noise:.0f} dB from the model, whose own noise floor is {floor:.0f} dB: "
-            f"its kernels compute something else on this machine, or more `batches` are needed to tell"
-        ]
+        quiet = max(floor + ABOVE_FLOOR, QUIET)
+        found = []
+        if noise > quiet:
+            found.append(
+                f"optimised, the runtime is {noise:.0f} dB from the model, whose own noise floor is {floor:.0f} dB: "
+                f"its kernels compute something else on this machine, or more `batches` are needed to tell"
+            )
+        if self.cut_sums and self.cut_sums.noise_db > quiet:
+            found.append(
+                f"this CPU has no VNNI: onnxruntime adds uint8 x int8 products in 16 bits, where sums are cut "
+                f"({self.cut_sums.noise_db:.0f} dB from the model), unless a session has the option "
+                f"{EXACT_SUMS} = 1, which was set here (it does not load weights that two layers share)"
+            )
+        return found
 
     def failures(self) -> list[str]:
         found = []

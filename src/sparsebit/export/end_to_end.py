@@ -73,6 +73,7 @@ class Comparison:
 
     runtime: EndToEnd = field(default_factory=EndToEnd)  # as users run it, all optimisations on
     floors: list[EndToEnd] = field(default_factory=lambda: [EndToEnd() for _ in range(DRAWS)])
+    cut_sums: EndToEnd | None = None  # as `runtime`, on a CPU where onnxruntime's default `saturates`
     rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
 
     @property
@@ -94,7 +95,8 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         draws = {"draws": [{"noise_db": d.noise_db, "labels_differ": d.labels_differ} for d in self.floors]}
-        return {"end_to_end": self.runtime.as_dict(), "noise_floor": {**self.floor.as_dict(), **draws}}
+        found = {"end_to_end": self.runtime.as_dict(), "noise_floor": {**self.floor.as_dict(), **draws}}
+        return found if self.cut_sums is None else {**found, "cut_sums": self.cut_sums.as_dict()}
 
     def rows(self) -> Rows:
         """Its own lines of the report."""

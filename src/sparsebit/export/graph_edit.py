@@ -42,13 +42,6 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
     return value
 
 
-def zeros(graph: ir.Graph, like: np.ndarray[Any, Any]) -> ir.Value:
-    """Zeros of that type and shape; everybody who needs them shares one initializer."""
-    name = f"zeros/{like.dtype}/{'x'.join(map(str, like.shape)) or 'scalar'}"
-    known = graph.initializers.get(name)
-    return constant(graph, name, np.zeros_like(like)) if known is None else known
-
-
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """The numbers of a constant value, or None."""
     found = None if value is None else ir.convenience.get_const_tensor(value)

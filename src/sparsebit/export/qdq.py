@@ -17,7 +17,7 @@ import torch
 
 from sparsebit.errors import ExportError
 from sparsebit.export.blocks import TRANSPOSED
-from sparsebit.export.graph_edit import call_of, constant, insert, marks_in, name_of, replace, zeros
+from sparsebit.export.graph_edit import call_of, constant, insert, marks_in, name_of, replace
 from sparsebit.export.lowered import Clip, Lowered, Site
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container, container_bits
@@ -83,7 +83,7 @@ def grid(
         codes, scale = codes.T, scale.T
     return (
         constant(graph, f"{stem}/scale", scale),
-        constant(graph, f"{stem}/zero_point", codes) if zero.any() else zeros(graph, codes),
+        constant(graph, f"{stem}/zero_point", codes),  # of its own: onnxruntime may replace it
         attributes,
     )
 
