@@ -191,6 +191,7 @@ def halves(s, x):
         (lambda s, x: s.b(F.pad(s.a(x), (-3, 2))), 15),
         (lambda s, x: s.b(F.pad(s.a(x)[:, :8], (0, s.a(x).shape[1] - 8))), 16),
         (lambda s, x: s.b(torch.cat(s.a(x).split(s.a(x).shape[1] // 2, 1)[::-1], 1)), 16),
+        (lambda s, x: s.b(torch.cat(s.a(x).chunk(2, dim=x.dim() - 1)[::-1], 1)), 16),
         (halves, 8),
     ],
 )

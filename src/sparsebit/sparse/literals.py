@@ -54,9 +54,8 @@ def is_description(node: fx.Node) -> bool:
 class _Sizes:
     def __init__(self, cut: Cut, graph: fx.Graph):
         self.cut, self.graph = cut, graph
-        self._read: dict[
-            fx.Node, tuple[fx.Node, int, int]
-        ] = {}  # a restored size -> as it is read, now, before
+        # a restored size -> the node that reads it, what it is now, and what it was
+        self._read: dict[fx.Node, tuple[fx.Node, int, int]] = {}
 
     def first(self, old: fx.Node) -> Any:
         """The labels of the first argument."""
@@ -66,6 +65,16 @@ class _Sizes:
     def known(self, value: Any) -> Any:
         """An argument as it was before the cut."""
         return fx.map_arg(value, lambda n: self.cut.walk.values[n])
+
+    def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:
+        return self.known(_argument(old, place, name, default))
+
+    def on_small(self, old: fx.Node) -> Any:
+        """What the call says of its first argument as it is now."""
+        small = torch.empty(self.cut.shape(self.first(old)), device="meta")
+        args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
+        op: Any = getattr(torch.Tensor, str(old.target)) if old.op == "call_method" else old.target
+        return op(small, *args, **kwargs)
 
     def new(self, op: Callable[..., Any], *args: Any) -> fx.Node:
         return self.graph.call_function(op, args)
@@ -105,10 +114,7 @@ class _Sizes:
         asked = old.args[1] if old.target is getattr else _name(old)
         if asked not in SIZES or not isinstance(labels, Tensor) or self.cut.shape(labels) == [*labels.shape]:
             return
-        small = torch.empty(self.cut.shape(labels), device="meta")
-        rest, named = self.known((old.args[1:], old.kwargs))
-        run = getattr(small, _name(old)) if old.op == "call_method" else lambda *a: old.target(small, *a)  # type: ignore[operator]
-        now, users = run(*rest, **named), list(node.users)
+        now, users = self.on_small(old), list(node.users)
         if isinstance(before, int):
             whole = self._restored(node, now, before)
             for user in users if whole is not node else ():
@@ -151,18 +157,13 @@ def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """split and chunk: how long each part is."""
-    cut, dim, labels = sizes.cut, _argument(old, 2, "dim", 0), sizes.first(old)
-    parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
-    if dim % labels.dim() not in cut.axes(labels):
+    cut, labels = sizes.cut, sizes.first(old)
+    dim = sizes.was(old, 2, "dim", 0) % labels.dim()
+    if dim not in cut.axes(labels):
         return
-    if _name(old) != "split":  # into so many: as it is written, if that is what is left
-        op = getattr(torch, _name(old))
-        told = op(
-            torch.empty(sum(parts), device="meta"),
-            sizes.known(next(iter([*old.args[1:2], *old.kwargs.values()]))),
-        )
-        if [len(part) for part in told] == parts:
-            return
+    parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
+    if _name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
+        return  # into so many parts
     node.target = "split" if node.op == "call_method" else torch.split
     node.args, node.kwargs = (_argument(node, 0, "input"), parts, dim), {}
 
@@ -198,11 +199,11 @@ def _bound(sizes: _Sizes, kept: Tensor, given: Any, before: int | None, at: fx.N
 
 
 def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    labels, dim = sizes.first(old), _argument(old, 1, "dim")
+    labels, dim = sizes.first(old), sizes.was(old, 1, "dim")
     kept = sizes.cut.axes(labels).get(dim % labels.dim())
     if kept is not None:
         names = ((2, "start"), (3, "length"))
-        start, length = (sizes.known(_argument(old, *name)) for name in names)
+        start, length = (sizes.was(old, *name) for name in names)
         begin = start % len(kept) if start < 0 else start
         counts = (kept[:begin], start), (kept[begin : begin + length], length)
         new = [
@@ -214,7 +215,7 @@ def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """Channels that are added, or with a negative number those that are cut off."""
-    before, out = list(sizes.known(_argument(old, 1, "pad"))), sizes.cut.walk.of[old]
+    before, out = list(sizes.was(old, 1, "pad")), sizes.cut.walk.of[old]
     inside, outside = sizes.cut.axes(sizes.first(old)), sizes.cut.axes(out)
     now = list(before)
     for i, n in enumerate(before):
@@ -231,7 +232,7 @@ def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 
 def _unflatten(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    before, dim = sizes.known(_argument(old, 2, "sizes")), _argument(old, 1, "dim") % sizes.first(old).dim()
+    before, dim = sizes.was(old, 2, "sizes"), sizes.was(old, 1, "dim") % sizes.first(old).dim()
     now = sizes.cut.shape(sizes.cut.walk.of[old])[dim : dim + len(before)]
     new = sizes.all_scaled(_argument(node, 2, "sizes"), now, before, node)
     if new is not None:
