@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.ops import module_of, op_of
+from sparsebit.graph.ops import module_of, op_of, writes_input
 from sparsebit.sparse.channel_rules import CHANNEL_RULES, Rule
 from sparsebit.sparse.channel_rules.layers import reads_weight
 from sparsebit.sparse.channel_rules.zeros import stays_zero
 from sparsebit.sparse.labels import FIXED, Labels, stored
+from sparsebit.sparse.literals import is_description
 from sparsebit.sparse.running import Call, Runner
 from sparsebit.sparse.sparse_config import Heads
 
@@ -209,6 +210,10 @@ def tensor_at(model: nn.Module, path: str) -> Tensor:
     return found
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
+
+
 def _takes(rule: Rule, *args: Any, **kwargs: Any) -> bool:
     """A call with arguments that the rule knows nothing of is one without a rule."""
     try:
@@ -233,7 +238,15 @@ class _Walker(Runner):
         walk.of[n] = self._labels(n, value)
         if stays_zero(walk, n):
             walk.zero.add(n)
+        elif writes_input(n, walk.gm):
+            self._not_zero(n)
         return value
+
+    def _not_zero(self, node: fx.Node) -> None:
+        """Whoever reads what was written to, under whatever name, reads something else from here on."""
+        place = lambda n: {t.untyped_storage().data_ptr() for t in _tensors(self.walk.values[n])}
+        written = set().union(*map(place, node.all_input_nodes))
+        self.walk.zero -= {n for n in self.walk.zero if place(n) & written}
 
     def _labels(self, node: fx.Node, value: Any) -> Any:
         walk = self.walk
@@ -242,10 +255,11 @@ class _Walker(Runner):
             return None
         if node.op == "get_attr":
             return self._parameter(node, value)
-        if node.op == "placeholder" or not self._has_tensor(value):
-            return pytree.tree_map_only(Tensor, walk.fixed, value)
         real = lambda n: walk.values[n] if walk.of[n] is None else walk.of[n]
         args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
+        plain = not _tensors(value) and (not _tensors((args, kwargs)) or is_description(node))
+        if node.op == "placeholder" or plain:
+            return pytree.tree_map_only(Tensor, walk.fixed, value)
         rule = self._rule(node)
         if rule is not None and _takes(rule, walk, node, *args, **kwargs):
             walk.rules[node] = f"{rule.__module__}.{rule.__name__}"
@@ -254,7 +268,10 @@ class _Walker(Runner):
                 return found
         walk.rules[node] = "none: all that it reads is kept"
         what = node.target if node.op != "call_module" else type(walk.module(node)).__name__
-        walk.fix((args, kwargs), node, f"no rule for {getattr(what, '__name__', what)} called like this")
+        name = getattr(what, "__name__", what)
+        hidden = f"no rule looks into what {name} makes of it"
+        why = f"no rule for {name} called like this" if _tensors(value) else hidden
+        walk.fix((args, kwargs), node, why)
         return pytree.tree_map_only(Tensor, walk.fixed, value)
 
     def _parameter(self, node: fx.Node, value: Any) -> Any:
@@ -274,10 +291,6 @@ class _Walker(Runner):
             return None  # its weight is computed
         kinds = op.__mro__ if isinstance(op, type) and issubclass(op, nn.Module) else [op]
         return next((CHANNEL_RULES[kind] for kind in kinds if kind in CHANNEL_RULES), None)
-
-    @staticmethod
-    def _has_tensor(value: Any) -> bool:
-        return any(isinstance(v, Tensor) for v in pytree.tree_leaves(value))
 
     @staticmethod
     def _fits(labels: Any, value: Any) -> bool:

@@ -1,173 +1,263 @@
-"""Sizes that a graph has as literals (`view(b, -1, 64)`, `split(32)`, `x[:, :16]`, `pad`): they follow the channels.
+"""Sizes in a cut graph. What reads one (`x.shape[1]`) gets what it was before the cut, and so does all that is computed
+from it; what takes one (`view(b, 64)`, `split(32)`, `x[:, :16]`, `pad`) gets it scaled to what is left.
 
-An argument is replaced only where what it says is no longer true, so a batch size stays as it was written.
+No number of the example is written down: batch and length stay free, also where they are factors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import operator
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.sparse.channel_rules.moves import axes_of
+
 if TYPE_CHECKING:
     from sparsebit.sparse.surgery import Cut
 
-Rewrite = Callable[["Cut", fx.Node, fx.Node, Any], None]
+
+def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
+    """Bring the sizes of `gm`, a copy of the walked graph, up to date."""
+    sizes, before = _Sizes(cut, gm.graph), {node.name: node for node in cut.walk.gm.graph.nodes}
+    for node in list(gm.graph.nodes):
+        old = before[node.name]
+        if node.op == "call_module":
+            _unflatten_module(sizes, gm.get_submodule(str(node.target)), old)
+        elif node.op.startswith("call"):
+            known = REWRITES.get(_name(node))
+            if known is not None and isinstance(sizes.first(old), Tensor):
+                known(sizes, node, old)
+            sizes.restore(node, old)
 
 
-def rewrite(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    """Bring the literals of `node` up to date; `old` is the same node before the cut."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.op == "call_module":
-        module = env.module.get_submodule(str(node.target))
-        if isinstance(module, nn.Unflatten):
-            out = cut.shape(cut.walk.of[old])
-            start = module.dim % (len(out) - len(module.unflattened_size) + 1)
-            module.unflattened_size = tuple(out[start : start + len(module.unflattened_size)])
-        return
-    if cut.walk.rules.get(old, "").endswith(".meet"):
-        _numbers(cut, node, old, env)
-    known = REWRITES.get(str(name))
-    if known is not None and isinstance(_first(cut, old), Tensor):
-        known(cut, node, old, env)
+def _name(node: fx.Node) -> str:
+    return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
 
 
-def _first(cut: Cut, old: fx.Node) -> Any:
-    source = old.args[0] if old.args else old.kwargs.get("input", old.kwargs.get("query"))
-    return cut.walk.of[source] if isinstance(source, fx.Node) else None
+SIZES = {"size", "numel", "nelement", "len", "shape"}
+DESCRIPTIONS = {
+    *SIZES,
+    *("dim", "ndim", "ndimension", "dtype", "device", "layout", "is_cuda", "get_device", "requires_grad"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_tensor", "element_size", "itemsize", "type"),
+}
 
 
-def _numbers(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    """`x * (C // heads) ** -0.5`: a factor that was computed from sizes stays what it was."""
-    before = dict(zip(node.all_input_nodes, old.all_input_nodes))
-
-    def as_before(n: fx.Node) -> Any:
-        value = cut.walk.values[before[n]]
-        return value if isinstance(value, (int, float)) and env.env[n] != value else n
-
-    node.args, node.kwargs = fx.map_arg(node.args, as_before), fx.map_arg(node.kwargs, as_before)
+def is_description(node: fx.Node) -> bool:
+    """Does the node ask a tensor what it is, and not for its values?"""
+    return (node.args[1] if node.target is getattr else _name(node)) in DESCRIPTIONS
 
 
-def _sizes(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
-    wanted = cut.shape(cut.walk.of[old])
-    rest: list[Any] = list(node.args[1:]) or [node.kwargs.get("shape", node.kwargs.get("size"))]
-    packed = len(rest) == 1 and not isinstance(rest[0], int) and not _is_number(rest[0], env)
-    given: Any = rest[0] if packed else rest
-    given = [given] if given is None else given
-    if isinstance(given, fx.Node):
-        if list(env.env[given]) != wanted:
-            node.args, node.kwargs = (node.args[0], _keep_batch(cut, old, wanted)), {}
-        return
-    said = [env.env[v] if isinstance(v, fx.Node) else v for v in given]
-    new = [v if s in (-1, w) else w for v, s, w in zip(given, said, wanted)]
-    if len(given) == len(wanted) and new != list(given):
-        node.args = (node.args[0], tuple(new)) if packed else (node.args[0], *new)
-        node.kwargs = {}
+class _Sizes:
+    def __init__(self, cut: Cut, graph: fx.Graph):
+        self.cut, self.graph = cut, graph
+        # a restored size -> the node that reads it, what it is now, and what it was
+        self._read: dict[fx.Node, tuple[fx.Node, int, int]] = {}
 
+    def first(self, old: fx.Node) -> Any:
+        """The labels of the first argument."""
+        source = old.args[0] if old.args else old.kwargs.get("input", old.kwargs.get("query"))
+        return self.cut.walk.of[source] if isinstance(source, fx.Node) else None
 
-def _is_number(value: Any, env: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(env.env[value], int)
+    def known(self, value: Any) -> Any:
+        """An argument as it was before the cut."""
+        return fx.map_arg(value, lambda n: self.cut.walk.values[n])
 
+    def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:
+        return self.known(_argument(old, place, name, default))
 
-def _keep_batch(cut: Cut, old: fx.Node, wanted: list[int]) -> tuple[int, ...]:
-    return (-1, *wanted[1:]) if cut.walk.of[old].shape[0] == wanted[0] else tuple(wanted)
+    def on_small(self, old: fx.Node) -> Any:
+        """What the call says of its first argument as it is now."""
+        small = torch.empty(self.cut.shape(self.first(old)), device="meta")
+        args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
+        op: Any = getattr(torch.Tensor, str(old.target)) if old.op == "call_method" else old.target
+        return op(small, *args, **kwargs)
+
+    def new(self, op: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.graph.call_function(op, args)
+
+    def scaled(self, given: Any, now: int, before: int, at: fx.Node) -> Any:
+        """`given`, which was `before` in the example, so that it is `now` there: a node in front of `at`."""
+        if now == before or not isinstance(given, fx.Node):
+            return given if now == before else now
+        read, its_now, its_before = self._read.get(given, (given, 1, 1))
+        if its_now * before == now * its_before:
+            return read
+        common = math.gcd(now, before)
+        with self.graph.inserting_before(at):
+            out = given if now == common else self.new(operator.mul, given, now // common)
+            return out if before == common else self.new(operator.floordiv, out, before // common)
+
+    def parts(self, given: Any, n: int, at: fx.Node) -> list[Any]:
+        """What is in a tuple, which may be a node."""
+        if not isinstance(given, fx.Node):
+            return list(given)
+        with self.graph.inserting_before(at):
+            return [self.new(operator.getitem, given, i) for i in range(n)]
+
+    def all_scaled(self, given: Any, now: Sequence[int], before: Sequence[int], at: fx.Node) -> Any:
+        """One by one; None where nothing changes."""
+        if len(now) != len(before) or all(b in (-1, n) for n, b in zip(now, before)):
+            return None
+        given = self.parts(given, len(before), at)
+        return [g if b in (-1, n) else self.scaled(g, n, b, at) for g, n, b in zip(given, now, before)]
+
+    # -- reads -----------------------------------------------------------------------------------------
+    def restore(self, node: fx.Node, old: fx.Node) -> None:
+        """Users of a size that shrank get what it was."""
+        before, labels = self.cut.walk.values[old], self.first(old)
+        if _name(node) == "numel" and any(isinstance(v, torch.Size) for v in self.known(old.args)):
+            node.op, node.target = "call_function", math.prod  # of a tuple, by now
+        asked = old.args[1] if old.target is getattr else _name(old)
+        if asked not in SIZES or not isinstance(labels, Tensor) or self.cut.shape(labels) == [*labels.shape]:
+            return
+        now, users = self.on_small(old), list(node.users)
+        if isinstance(before, int):
+            whole = self._restored(node, now, before)
+            for user in users if whole is not node else ():
+                user.replace_input_with(node, whole)
+            return
+        parts = self.parts(node, len(before), node.next)
+        restored = tuple(map(self._restored, parts, now, before))
+        for user in users:
+            if user.target is operator.getitem and isinstance(user.args[1], int):
+                user.replace_all_uses_with(restored[user.args[1]])
+            else:
+                put = lambda n: restored if n is node else n
+                user.args, user.kwargs = fx.map_arg(user.args, put), fx.map_arg(user.kwargs, put)
+
+    def _restored(self, node: fx.Node, now: int, before: int) -> fx.Node:
+        if now == before:
+            return node
+        out: fx.Node = self.scaled(node, before, now, node.next)
+        self._read[out] = (node, now, before)
+        return out
 
 
 def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-def _parts(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
+def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
+    given: Any
+    given, before = ([*n.args[1:]] or [n.kwargs.get("shape", n.kwargs.get("size"))] for n in (node, old))
+    before = sizes.known(before)
+    packed = len(before) == 1 and isinstance(before[0], (tuple, list))
+    if packed:
+        given, before = given[0], before[0]
+    new = sizes.all_scaled(given, sizes.cut.shape(sizes.cut.walk.of[old]), before, node)
+    if new is not None:
+        node.args = (_argument(node, 0, "input"), *([tuple(new)] if packed else new))
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "shape", "size")}
+
+
+def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """split and chunk: how long each part is."""
-    dim = _argument(old, 2, "dim", 0)
-    parts = [cut.shape(labels)[dim] for labels in cut.walk.of[old]]
-    if (
-        not cut.axes(_first(cut, old))
-        .get(dim % _first(cut, old).dim(), torch.ones(1, dtype=torch.bool))
-        .all()
-    ):
-        node.target = "split" if node.op == "call_method" else torch.split
-        node.args, node.kwargs = (node.args[0], parts, dim), {}
+    cut, labels = sizes.cut, sizes.first(old)
+    dim = sizes.was(old, 2, "dim", 0) % labels.dim()
+    if dim not in cut.axes(labels):
+        return
+    parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
+    if _name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
+        return  # into so many parts
+    node.target = "split" if node.op == "call_method" else torch.split
+    node.args, node.kwargs = (_argument(node, 0, "input"), parts, dim), {}
 
 
-def _slices(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    """x[:, a:b] on an axis that lost channels: a and b count what is kept before them."""
-    labels, index = _first(cut, old), node.args[1]
-    lost = cut.axes(labels)
+def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """x[:, a:b], or what is written there, on an axis that lost channels: a and b count what is kept before them."""
+    labels, index = sizes.first(old), _argument(node, 1, "b")
+    lost = sizes.cut.axes(labels)
     if not lost:
         return
-    axis, new = 0, []
-    parts = list(index) if isinstance(index, tuple) else [index]
-    for k, part in enumerate(parts):
+    given, before = (list(i) if isinstance(i, tuple) else [i] for i in (index, sizes.known(old.args[1])))
+    axis = 0
+    for k, part in enumerate(before):
         if part is Ellipsis:
-            axis = labels.dim() - sum(p is not None for p in parts[k + 1 :])
-        elif isinstance(part, slice) and axis in lost and not _whole(part):
-            plain = slice(
-                *(env.env[v] if isinstance(v, fx.Node) else v for v in (part.start, part.stop, part.step))
+            axis = labels.dim() - sum(map(axes_of, before[k + 1 :]))
+            continue
+        if isinstance(part, slice) and axis in lost:
+            kept, ends = lost[axis], (given[k].start, given[k].stop)
+            given[k] = slice(
+                *(_bound(sizes, kept, new, end, node) for new, end in zip(ends, (part.start, part.stop)))
             )
-            start, stop, _ = plain.indices(labels.shape[axis])
-            part = slice(int(lost[axis][:start].sum()), int(lost[axis][:stop].sum()))
-        new.append(part)
-        axis += part is not None and part is not Ellipsis
-    node.args = (node.args[0], tuple(new) if isinstance(index, tuple) else new[0])
+        axis += axes_of(part)
+    node.args = (node.args[0], tuple(given) if isinstance(index, tuple) else given[0], *node.args[2:])
 
 
-def _whole(part: slice) -> bool:
-    return part.start is None and part.stop is None
+def _bound(sizes: _Sizes, kept: Tensor, given: Any, before: int | None, at: fx.Node) -> Any:
+    if before is None:
+        return None
+    if before >= 0:
+        return sizes.scaled(given, int(kept[:before].sum()), before, at)
+    behind = int(kept[before:].sum())  # -0 would be the beginning
+    return sizes.scaled(given, -behind, before, at) if behind else int(kept.sum())
 
 
-def _narrow(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    labels, dim = _first(cut, old), _argument(old, 1, "dim")
-    lost = cut.axes(labels).get(dim % labels.dim())
-    if lost is not None:
-        start, length = (_known(cut, _argument(old, *at)) for at in ((2, "start"), (3, "length")))
-        kept = int(lost[start : start + length].sum())
-        node.args, node.kwargs = (node.args[0], dim, int(lost[:start].sum()), kept), {}
+def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    labels, dim = sizes.first(old), sizes.was(old, 1, "dim")
+    kept = sizes.cut.axes(labels).get(dim % labels.dim())
+    if kept is not None:
+        names = ((2, "start"), (3, "length"))
+        start, length = (sizes.was(old, *name) for name in names)
+        begin = start % len(kept) if start < 0 else start
+        counts = (kept[:begin], start), (kept[begin : begin + length], length)
+        new = [
+            sizes.scaled(_argument(node, *name), int(part.sum()), was, node)
+            for name, (part, was) in zip(names, counts)
+        ]
+        node.args, node.kwargs = (_argument(node, 0, "input"), dim, *new), {}
 
 
-def _known(cut: Cut, value: Any) -> Any:
-    """An argument as it was before the cut."""
-    return fx.map_arg(value, lambda n: cut.walk.values[n])
-
-
-def _pads(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    given, out = list(_argument(node, 1, "pad")), cut.walk.of[old]
-    before, lost = list(_known(cut, _argument(old, 1, "pad"))), cut.axes(out)
-    for i in range(0, len(given), 2):
+def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """Channels that are added, or with a negative number those that are cut off."""
+    before, out = list(sizes.was(old, 1, "pad")), sizes.cut.walk.of[old]
+    inside, outside = sizes.cut.axes(sizes.first(old)), sizes.cut.axes(out)
+    now = list(before)
+    for i, n in enumerate(before):
         axis = out.dim() - 1 - i // 2
-        if axis in lost:
-            kept, n = lost[axis], out.shape[axis]
-            given[i], given[i + 1] = int(kept[: before[i]].sum()), int(kept[n - before[i + 1] :].sum())
-    if len(node.args) > 1:
-        node.args = (node.args[0], tuple(given), *node.args[2:])
-    else:
-        node.kwargs = {**node.kwargs, "pad": tuple(given)}
+        kept = (outside if n > 0 else inside).get(axis)
+        if kept is not None:
+            edge = kept.flip(0) if i % 2 else kept
+            now[i] = int(edge[:n].sum()) if n > 0 else -int(edge[:-n].sum())
+    if now != before:
+        given = sizes.parts(_argument(node, 1, "pad"), len(before), node)
+        pads = tuple(g if n == b else sizes.scaled(g, n, b, node) for g, n, b in zip(given, now, before))
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "pad")}
+        node.args, node.kwargs = (_argument(node, 0, "input"), pads, *node.args[2:]), kwargs
 
 
-def _unflatten(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
-    out, sizes = cut.shape(cut.walk.of[old]), list(_argument(node, 2, "sizes"))
-    dim = _argument(old, 1, "dim") % _first(cut, old).dim()
-    wanted = out[dim : dim + len(sizes)]
-    said = [env.env[v] if isinstance(v, fx.Node) else v for v in sizes]
-    new = [v if s in (-1, w) else w for v, s, w in zip(sizes, said, wanted)]
-    if new != sizes:
-        node.args, node.kwargs = (node.args[0], dim, tuple(new)), {}
+def _unflatten(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    before, dim = sizes.was(old, 2, "sizes"), sizes.was(old, 1, "dim") % sizes.first(old).dim()
+    now = sizes.cut.shape(sizes.cut.walk.of[old])[dim : dim + len(before)]
+    new = sizes.all_scaled(_argument(node, 2, "sizes"), now, before, node)
+    if new is not None:
+        node.args, node.kwargs = (_argument(node, 0, "input"), dim, tuple(new)), {}
 
 
-def _scale(cut: Cut, node: fx.Node, old: fx.Node, env: Any) -> None:
+def _unflatten_module(sizes: _Sizes, module: nn.Module, old: fx.Node) -> None:
+    if isinstance(module, nn.Unflatten):
+        out, before = sizes.cut.shape(sizes.cut.walk.of[old]), module.unflattened_size
+        start = module.dim % (len(out) - len(before) + 1)
+        module.unflattened_size = tuple(-1 if b == -1 else n for b, n in zip(before, out[start:]))
+
+
+def _scale(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """Attention that lost dimensions of a head divides by what it divided by before."""
-    labels = _first(cut, old)
-    if labels.dim() - 1 in cut.axes(labels) and node.kwargs.get("scale") is None and len(node.args) < 7:
+    labels = sizes.first(old)
+    lost = labels.dim() - 1 in sizes.cut.axes(labels)
+    if lost and node.kwargs.get("scale") is None and len(node.args) < 7:
         node.kwargs = {**node.kwargs, "scale": labels.shape[-1] ** -0.5}
 
 
-REWRITES: dict[str, Rewrite] = {
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _sizes),
+REWRITES: dict[str, Callable[[_Sizes, fx.Node, fx.Node], None]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones"), _sizes),
     **dict.fromkeys(("split", "chunk", "tensor_split"), _parts),
-    "getitem": _slices,
+    **dict.fromkeys(("getitem", "setitem"), _slices),
     "narrow": _narrow,
     "pad": _pads,
     "unflatten": _unflatten,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError
 from sparsebit.graph.trace import Call, LeafTracer, trace
@@ -18,6 +17,7 @@ from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.running import leaves
 from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.surgery import Cut, check_equal
 
@@ -65,7 +65,6 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     if isinstance(model, fx.GraphModule):
         return small
     own = copy.deepcopy(model).eval()
-    args, kwargs = cut.walk.example
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
     if unused:  # heads that only run in training would still have the old sizes
         log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])
@@ -73,13 +72,18 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     try:
         cut.cut_parameters(own)
         with torch.no_grad():
-            got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m in (own, small.eval()))
+            got, want = (leaves(_run(m, cut.walk.example)) for m in (own, small.eval()))
     except Exception as error:  # a size in its code, or a path that only the graph has
         log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, error)
         return small
     tensors = [(a, b) for a, b in zip(got, want) if isinstance(a, Tensor)]
     same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in tensors)
     return own if same and len(got) == len(want) else small
+
+
+def _run(model: nn.Module, example: Call) -> Any:
+    args, kwargs = copy.deepcopy((example[0], dict(example[1])))  # a forward may write into its inputs
+    return model(*args, **kwargs)
 
 
 def shallower(

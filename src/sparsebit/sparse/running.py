@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def leaves(value: Any) -> list[Any]:
+    """What is in a value, also in the dataclasses and mappings that torch's pytree does not look into."""
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        inside = dict(leaf) if isinstance(leaf, Mapping) else vars(leaf) if is_dataclass(leaf) else None
+        found += [leaf] if inside is None else leaves(inside)
+    return found
 
 
 class Runner(fx.Interpreter):
@@ -21,7 +33,8 @@ class Runner(fx.Interpreter):
 
     def run_on(self, gm: fx.GraphModule, example: Call) -> Any:
         """Run on an example of the forward of `gm`, which has the same inputs."""
-        bound = inspect.signature(gm.forward).bind(*example[0], **example[1])
+        args, kwargs = copy.deepcopy((example[0], dict(example[1])))  # a forward may write into its inputs
+        bound = inspect.signature(gm.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         self.given = bound.arguments
         with torch.no_grad():

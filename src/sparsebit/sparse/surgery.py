@@ -81,7 +81,8 @@ class Cut:
         """Really smaller."""
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
-        _Rewriter(self, gm).run_on(gm, self.walk.example)
+        rewrite(self, gm)
+        _Checked(self, gm).run_on(gm, self.walk.example)
         remove_dead_code(gm)  # sizes that nobody asks for any more
         gm.graph.lint()
         gm.recompile()
@@ -121,8 +122,8 @@ class Cut:
         return path
 
 
-class _Rewriter(Runner):
-    """Runs the cut graph on the example; literal sizes that no longer fit are replaced on the way."""
+class _Checked(Runner):
+    """Runs the cut graph on the example; every value must have the shape that its labels say."""
 
     def __init__(self, cut: Cut, gm: fx.GraphModule):
         super().__init__(gm)
@@ -130,15 +131,13 @@ class _Rewriter(Runner):
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
 
     def run_node(self, n: fx.Node) -> Any:
-        old = self.old[n.name]
-        if n.op.startswith("call"):
-            rewrite(self.cut, n, old, self)
+        old = self.old.get(n.name)
+        if old is None:
+            return super().run_node(n)  # arithmetic of sizes
         labels = self.cut.walk.of[old]
         try:
             value = super().run_node(n)
         except Exception as error:
-            if isinstance(self.cut.walk.values[old], (int, float)):
-                return float("nan")  # a number from sizes, (C // 64) ** -0.5: its readers get what it was
             raise SparsebitError(
                 f"{_where(old)}: does not run on the pruned shapes: {error}; {self.cut.rule(old)}"
             ) from error

@@ -45,6 +45,11 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: thin(t.long()), out)
 
 
+@channel_rule(getattr)
+def attribute(walk: Walk, node: fx.Node, x: Any, name: str) -> Any:
+    return thin(getattr(x, name)) if isinstance(x, Tensor) and name in ("mT", "T", "data") else NotImplemented
+
+
 @channel_rule(*spelled("cat concat concatenate stack"))
 def cat(walk: Walk, node: fx.Node, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     """Tokens put behind tokens have the same channels; channels put behind channels are more of them."""
@@ -72,17 +77,17 @@ def getitem(walk: Walk, node: fx.Node, x: Any, index: Any) -> Any:
     axis, parts = 0, index if isinstance(index, tuple) else (index,)
     for i, part in enumerate(parts):
         if part is Ellipsis:
-            axis = x.dim() - sum(_axes(p) for p in parts[i + 1 :])
+            axis = x.dim() - sum(axes_of(p) for p in parts[i + 1 :])
             continue
         step = isinstance(part, slice) and part.step not in (None, 1)
         if isinstance(part, (int, list, Tensor)) or step:
-            for taken in range(axis, axis + _axes(part)):
+            for taken in range(axis, axis + axes_of(part)):
                 walk.must_not_vary(node, x, taken)
-        axis += _axes(part)
+        axis += axes_of(part)
     return thin(x[index])
 
 
-def _axes(part: Any) -> int:
+def axes_of(part: Any) -> int:
     """How many axes of the source one part of an index stands for."""
     if part is None:
         return 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.ops import op_of
 from sparsebit.sparse.channel_rules import channel_rule
-from sparsebit.sparse.channel_rules.moves import spelled
+from sparsebit.sparse.channel_rules.moves import getitem, spelled
 from sparsebit.sparse.labels import FIXED
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ UNARY = spelled(
     "sigmoid sigmoid_ tanh tanh_ logsigmoid softsign tanhshrink hardshrink softshrink threshold dropout dropout1d "
     "dropout2d dropout3d alpha_dropout feature_alpha_dropout abs neg negative exp expm1 log log1p sqrt rsqrt square "
     "sin cos erf floor ceil round sign clamp clip reciprocal float half double bfloat16 to type type_as nan_to_num "
-    "requires_grad_ positive"
+    "requires_grad_ positive zeros_like ones_like full_like"
 )
 ACTIVATIONS = [
     nn.ReLU,
@@ -63,6 +64,12 @@ def unary(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -
     return input
 
 
+@channel_rule(*spelled("new_zeros new_ones"))
+def filled(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The same number everywhere: in the shape of its source it can be cut like it."""
+    return input if walk.values[node].shape == input.shape else NotImplemented
+
+
 BINARY = spelled(
     "add add_ sub sub_ subtract rsub mul mul_ multiply div div_ divide true_divide pow maximum minimum where lerp "
     "addcmul addcdiv eq ne lt le gt ge logical_and logical_or masked_fill masked_fill_ fmod remainder atan2"
@@ -72,9 +79,12 @@ OPERATORS = "add sub mul truediv floordiv mod pow iadd isub imul itruediv eq ne 
 
 @channel_rule(*BINARY, *(getattr(operator, name) for name in OPERATORS.split()))
 def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-    """An operand may have some of the axes of channels only: a table of positions for all heads."""
-    shape = walk.values[node].shape
     found = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return _met(walk, node, found, walk.values[node].shape)
+
+
+def _met(walk: Walk, node: fx.Node, found: list[Tensor], shape: torch.Size) -> Tensor:
+    """An operand may have some of the axes of channels only: a table of positions for all heads."""
     largest = lambda t: (t.shape == shape, len(walk.labels.varies(t)), t.numel())
     out, *others = sorted(found, key=largest, reverse=True)
     out = out.expand(shape)
@@ -92,6 +102,20 @@ def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
         if 0 < len(shared) < len(axes):
             walk.labels.whole(out, shared)
     return out
+
+
+@channel_rule(operator.setitem)
+def setitem(walk: Walk, node: fx.Node, x: Any, index: Any, value: Any) -> Any:
+    """What is written goes with what it is written over: readers of `x` read both."""
+    part = getitem(walk, node, x, index) if isinstance(x, Tensor) else NotImplemented
+    if part is NotImplemented:
+        return part
+    if isinstance(value, Tensor) and part.numel():
+        value = value.reshape(value.shape[max(0, value.dim() - part.dim()) :])
+        if not bool((walk.labels.roots(part) != FIXED).any()):
+            walk.fix(value, node, "is written into a tensor that is kept")
+        _met(walk, node, [part, value], part.shape)
+    return None
 
 
 SPATIAL = [
@@ -119,7 +143,7 @@ def inside_channels(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwar
     return NotImplemented if axis is None else walk.spread(node, walk.labels.along(input, axis), axis)
 
 
-REDUCE = spelled("mean sum amax amin max min std var prod any all logsumexp argmax argmin")
+REDUCE = spelled("mean sum amax amin max min std var std_mean var_mean prod any all logsumexp argmax argmin")
 SUM = spelled("sum")
 
 
@@ -142,6 +166,13 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     results = [out] if isinstance(out, Tensor) else list(out)  # values and indices
     small = first if results[0].dim() == input.dim() else first.squeeze(tuple(over))
     return small if isinstance(out, Tensor) else (small,) * len(results)
+
+
+@channel_rule(*spelled("norm"), torch.linalg.vector_norm)
+def norm(
+    walk: Walk, node: fx.Node, input: Tensor, p: Any = 2, dim: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    return reduce(walk, node, input, dim)
 
 
 @channel_rule(
