@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError
+from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.trace import Call, LeafTracer, trace
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.graph_form import graph_form
@@ -34,6 +35,7 @@ def call_of(example: Any) -> Call:
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
     gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
+    fixed = gm.meta["fixed"]
     if example is not None:
         gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
         flags = {path: module.training for path, module in model.named_modules()}
@@ -41,7 +43,7 @@ def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
             module.training = flags.get(path, model.training)
     for node in gm.graph.nodes:
         node.type = None  # annotations as strings cannot be pickled
-    gm.recompile()
+    guard_inputs(gm, fixed)
     return gm
 
 
