@@ -32,7 +32,7 @@ def _compare(name: str, value: Any, wanted: Any) -> None:
     ):
         raise TraceError(
             f"forward({name}=...): the model was traced with {name}={wanted!r}, so another value would be ignored"
-            f"\n  fix: give an example (the argument `example`) that has {name!r}"
+            f"\n  fix: trace the model with example=batch, where the batch has {name!r}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError
 from sparsebit.graph.inputs import guard_inputs
-from sparsebit.graph.trace import Call, LeafTracer, trace
+from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
@@ -66,7 +65,7 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
     if isinstance(model, fx.GraphModule):
         return small
-    own = copy.deepcopy(model).eval()
+    own = own_copy(model).eval()
     args, kwargs = cut.walk.example
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
     if unused:  # heads that only run in training would still have the old sizes
