@@ -26,7 +26,7 @@ from sparsebit.graph.ops import op_of
 from sparsebit.graph.trace import own_copy
 from sparsebit.sparse import allocate, feeding
 from sparsebit.sparse.channels import Walk
-from sparsebit.sparse.masking import bake, mask_at, oprs_of, with_masks
+from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_masks
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
 from sparsebit.sparse.refit import reestimate, refit
@@ -189,9 +189,7 @@ class SparseModel(nn.Module):
 
     def reset_masks(self) -> None:
         """Nothing goes."""
-        for name, buffer in self.model.named_buffers():
-            if name.endswith(("_mask", ".kept")):
-                buffer.fill_(True)
+        reset_masks(self.model)
 
     # -- results -------------------------------------------------------------------------------------
     def walk(self) -> Walk:
