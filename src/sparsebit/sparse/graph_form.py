@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.passes import run_passes
+from sparsebit.graph.rewrite import remove_unread_tensors, remove_unused_modules
 from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
 from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse.opened import attention_mask, closed_blocks, open_blocks
@@ -28,6 +29,8 @@ def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
             gm = trace(opened, FormTracer(), example).eval()
     _Ranks(gm).run_on(gm, example)
     run_passes(gm, [functions_to_modules])
+    remove_unread_tensors(gm)  # weights that are in a module now
+    remove_unused_modules(gm)
     for node in gm.graph.nodes:
         node.meta.pop("val", None)
     gm._tracer_cls = gm.graph._tracer_cls = CodeTracer
