@@ -178,7 +178,7 @@ def own_copy(model: nn.Module) -> nn.Module:
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
                 for key, left_behind in list(module._load_state_dict_pre_hooks.items()):
-                    if isinstance(left_behind.hook, SpectralNormLoadStateDictPreHook):
+                    if isinstance(getattr(left_behind, "hook", None), SpectralNormLoadStateDictPreHook):
                         del module._load_state_dict_pre_hooks[key]
     return copied
 
