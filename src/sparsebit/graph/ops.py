@@ -115,5 +115,5 @@ def is_bookkeeping(node: fx.Node) -> bool:
         )
     package = str(getattr(node.target, "__module__", ""))
     return node.op == "call_function" and (
-        isinstance(node.target, type) or package == "sparsebit.graph.no_grad"
+        isinstance(node.target, type) or package in ("sparsebit.graph.no_grad", "sparsebit.graph.inputs")
     )

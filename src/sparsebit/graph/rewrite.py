@@ -143,6 +143,20 @@ def remove_unused_modules(gm: fx.GraphModule) -> int:
     return sweep(gm, "")
 
 
+def remove_unread_tensors(gm: fx.GraphModule) -> int:
+    """Delete parameters and buffers that no node reads and no called module holds. Returns how many went."""
+    read = {str(node.target) for node in gm.graph.nodes if node.op in ("call_module", "get_attr")}
+    gone = 0
+    for path, module in gm.named_modules():
+        if path and not read.isdisjoint(_prefixes(path)):
+            continue  # called, with everything inside
+        for store in (module._parameters, module._buffers):
+            for name in [n for n in store if f"{path}.{n}".lstrip(".") not in read]:
+                del store[name]
+                gone += 1
+    return gone
+
+
 def _prefixes(target: str) -> list[str]:
     """`a.b.c` -> a, a.b, a.b.c"""
     parts = target.split(".")

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
+from torch.nn.utils import prune
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import (
+    SpectralNorm,
+    SpectralNormLoadStateDictPreHook,
+    remove_spectral_norm,
+)
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
@@ -167,8 +173,13 @@ def own_copy(model: nn.Module) -> nn.Module:
         for hook in list(module._forward_pre_hooks.values()):
             if isinstance(hook, WeightNorm):
                 remove_weight_norm(module, hook.name)
+            elif isinstance(hook, BasePruningMethod):
+                prune.remove(module, hook._tensor_name)
             elif isinstance(hook, SpectralNorm):
                 remove_spectral_norm(module, hook.name)
+                for key, left_behind in list(module._load_state_dict_pre_hooks.items()):
+                    if isinstance(getattr(left_behind, "hook", None), SpectralNormLoadStateDictPreHook):
+                        del module._load_state_dict_pre_hooks[key]
     return copied
 
 

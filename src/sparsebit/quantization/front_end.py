@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError, TraceError
 from sparsebit.graph.feeding import as_call
+from sparsebit.graph.inputs import as_traced
 from sparsebit.graph.trace import Call, trace
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
@@ -75,12 +76,5 @@ def refuse_other_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[
     except TypeError:
         return  # the forward itself says it best
     for name, value in gm.meta["fixed"].items():
-        if name in given and given[name] is not value and not _equal(given[name], value):
-            raise TraceError(
-                f"forward({name}=...): the model was traced with {name}={value!r}, so another value would be ignored"
-                f"\n  fix: QuantModel(model, config, example=batch) with a batch that has {name!r}"
-            )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b)
+        if name in given:
+            as_traced(name, given[name], value)

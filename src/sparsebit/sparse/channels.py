@@ -23,6 +23,7 @@ from sparsebit.sparse.channel_rules.layers import reads_weight
 from sparsebit.sparse.channel_rules.zeros import stays_zero
 from sparsebit.sparse.labels import FIXED, Labels, stored
 from sparsebit.sparse.literals import is_description
+from sparsebit.sparse.reasons import has_weights, note_undivided, without_rule
 from sparsebit.sparse.running import Call, Runner
 from sparsebit.sparse.sparse_config import Heads
 
@@ -65,6 +66,7 @@ class Walk:
         walk.paths = {str(n.target): str(n.meta.get("path") or n.target) for n in calls}
         _Walker(walk).run_on(gm, example)
         walk._settle()
+        note_undivided(walk)
         return walk
 
     # -- what rules use ------------------------------------------------------------------------------
@@ -81,7 +83,11 @@ class Walk:
     def fix(self, labels: Any, node: fx.Node, why: str) -> None:
         for each in pytree.tree_leaves(labels):
             if isinstance(each, Tensor):
-                self.labels.fix(each, f"{node.meta.get('path') or node.name}: {why}")
+                self.labels.fix(each, f"{where(node)}: {why}")
+
+    def keep(self, node: fx.Node, why: str) -> None:
+        """The channels that a layer makes stay; for layers that have no labels of their own."""
+        self.fix(self.labels.fresh(1), node, why)
 
     def make(self, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
         """Fresh labels for `n` channels on `axis` of the node's value: (labels, the value's labels)."""
@@ -131,6 +137,7 @@ class Walk:
         """Only what lies along one axis can be cut from a tensor: join the rest, until nothing changes."""
         reads = [n for n in self.gm.graph.nodes if n.op == "get_attr" and isinstance(self.of[n], Tensor)]
         for node in reads:  # parameters that the graph reads by itself, beside a module that has them
+            self.labels.at = where(node)
             for axis in range(self.of[node].dim()):
                 known = self.known(str(node.target), axis)
                 if known is not None:
@@ -144,6 +151,7 @@ class Walk:
     def _resolve_axes(self) -> bool:
         changed = False
         for node, labels, axis in self._indexed:
+            self.labels.at = where(node)
             axes = self.labels.varies(labels)
             if axis in axes and len(axes) > 1:
                 self.labels.join(labels, labels.narrow(axis, 0, 1))
@@ -204,6 +212,11 @@ def _that_may_vanish(places: list[tuple[int, ...]], fixed: set[int]) -> list[boo
     return [not stays and kept.issuperset(where) for where, stays in zip(places, needed)]
 
 
+def where(node: fx.Node) -> str:
+    path = node.meta.get("path")
+    return "the model" if path == "" else str(path or node.name)
+
+
 def tensor_at(model: nn.Module, path: str) -> Tensor:
     owner, _, name = path.rpartition(".")
     found: Tensor = getattr(model.get_submodule(owner), name)
@@ -250,6 +263,7 @@ class _Walker(Runner):
 
     def _labels(self, node: fx.Node, value: Any) -> Any:
         walk = self.walk
+        walk.labels.at = where(node)
         if node.op == "output":
             walk.fix(fx.map_arg(node.args, lambda n: walk.of[n]), node, "is an output of the model")
             return None
@@ -267,19 +281,19 @@ class _Walker(Runner):
             if found is not NotImplemented and self._fits(found, value):
                 return found
         walk.rules[node] = "none: all that it reads is kept"
-        what = node.target if node.op != "call_module" else type(walk.module(node)).__name__
-        name = getattr(what, "__name__", what)
-        hidden = f"no rule looks into what {name} makes of it"
-        why = f"no rule for {name} called like this" if _tensors(value) else hidden
+        why = without_rule(walk, node)
         walk.fix((args, kwargs), node, why)
+        if has_weights(walk, node):
+            walk.keep(node, why)
         return pytree.tree_map_only(Tensor, walk.fixed, value)
 
     def _parameter(self, node: fx.Node, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        if all(reads_weight(user, node) for user in node.users):
+        users = [user for user in node.users if user.target is not getattr]  # its dtype, its device
+        if all(reads_weight(user, node) for user in users):
             return None  # two of its axes are cut: its reader says which
-        known = any(user.op == "output" or self._rule(user) for user in node.users)
+        known = any(user.op == "output" or self._rule(user) for user in users)
         kernel = value.dim() > 3 and min(value.shape[:2]) > 1  # of a convolution whose weight is computed
         if value.numel() < 2 or not value.is_floating_point() or not known or kernel:
             return self.walk.fixed(value)

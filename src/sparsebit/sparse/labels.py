@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 FIXED = 0
+MEETS_FIXED = "channels meet an input, a constant, or others that are kept"
 
 
 def thin(labels: Tensor) -> Tensor:
@@ -35,6 +36,8 @@ class Labels:
         self._parent = torch.zeros(1, dtype=torch.long)
         self._flat = True  # every label points at its root
         self.why_fixed: dict[int, str] = {}  # label -> the reason it cannot go
+        self.at = "the graph"  # where labels are joined now, for reasons
+        self._met: dict[int, tuple[int, str]] = {}  # label -> how many met in it at once, and where
 
     def __len__(self) -> int:
         return len(self._parent)
@@ -64,9 +67,25 @@ class Labels:
             apart = low != high
             if not apart.any():
                 return
+            self._note(low[apart], high[apart])
             # the smaller root wins; a root that meets several goes to the smallest, the rest next time round
             self._parent = self._parent.scatter_reduce(0, high[apart], low[apart], "amin")
             self._flat = False
+
+    def _note(self, low: Tensor, high: Tensor) -> None:
+        """Remember where labels met what stays, or many of their own kind."""
+        for root in high[low == FIXED].unique().tolist():
+            self.why_fixed.setdefault(root, f"{self.at}: {MEETS_FIXED}")
+        roots, times = low.unique(return_counts=True)
+        for root, n in zip(roots[times > 1].tolist(), times[times > 1].tolist()):
+            if n > self._met.get(root, (0, ""))[0]:
+                self._met[root] = n, self.at
+
+    def met_at(self, root: int) -> str:
+        """Where most of a class came together."""
+        roots = self.roots(torch.tensor(list(self._met), dtype=torch.long)).tolist()
+        inside = [met for met, found in zip(self._met.values(), roots) if found == root]
+        return max(inside, default=(0, self.at), key=lambda met: met[0])[1]
 
     def fix(self, labels: Tensor, reason: str) -> None:
         """These stay, and why."""

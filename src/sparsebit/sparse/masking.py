@@ -16,9 +16,11 @@ from sparsebit.sparse.modules import SparseOpr, sparse_module
 from sparsebit.sparse.modules.base import mask_name
 from sparsebit.sparse.sparse_config import SparseConfig, resolve
 
+READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
+
 
 def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
-    """The same graph over the same parameters; layers, and parameters that the graph reads by itself, have masks."""
+    """The same graph over the same parameters; layers, and tensors that the graph reads by itself, have masks."""
     tensors = [*plain.parameters(), *plain.buffers()]
     gm = copy.deepcopy(plain, {id(t): t for t in tensors})
     gm.meta = dict(plain.meta)
@@ -26,8 +28,10 @@ def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
         if node.op == "call_module":
             for path in _layers(gm, str(node.target)):
                 _mask_layer(gm, path, node, cfg)
-        elif node.op == "get_attr":
-            _mask_parameter(gm, node)
+    oprs = oprs_of(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "get_attr":
+            _mask_read(gm, node, oprs)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -60,18 +64,24 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
     return node.op == "call_module" and isinstance(module_of(node, gm), _NormBase)
 
 
-def _mask_parameter(gm: fx.GraphModule, node: fx.Node) -> None:
-    owner, _, name = str(node.target).rpartition(".")
-    module = gm.get_submodule(owner)
-    value = module._parameters.get(name)
-    if value is None or not value.is_floating_point():
-        return
-    if mask_name(name) not in module._buffers:
-        module.register_buffer(
-            mask_name(name), torch.ones(value.shape, dtype=torch.bool, device=value.device)
-        )
+def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any]) -> None:
+    """A parameter or buffer that the graph reads by itself; that of a layer has the layer's mask."""
+    path = str(node.target)
+    opr, name = owner_of(path, oprs)
+    if opr is not None:
+        where = path.removesuffix(name) + mask_name(name)
+    else:
+        owner, _, name = path.rpartition(".")
+        module = gm.get_submodule(owner)
+        value = getattr(module, name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        where = f"{owner}.{name}{READ}".lstrip(".")
+        if f"{name}{READ}" not in module._buffers:
+            ones = torch.ones(value.shape, dtype=torch.bool, device=value.device)
+            module.register_buffer(f"{name}{READ}", ones)
     with gm.graph.inserting_after(node):
-        mask = gm.graph.get_attr(f"{owner}.{mask_name(name)}".lstrip("."))
+        mask = gm.graph.get_attr(where)
     with gm.graph.inserting_after(mask):
         product = gm.graph.call_function(operator.mul, (node, mask))
     node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
@@ -93,16 +103,21 @@ def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
 
 
 def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
-    """The mask of the parameter at `path`; buffers have none."""
+    """The mask of the parameter or buffer at `path`, if it has one."""
     opr, name = owner_of(path, oprs)
     if opr is not None:
         return opr.mask_of(name)
     owner, _, last = path.rpartition(".")
-    return (
-        model.get_submodule(owner)._buffers.get(mask_name(last))
-        if last in model.get_submodule(owner)._parameters
-        else None
-    )
+    return model.get_submodule(owner)._buffers.get(f"{last}{READ}")
+
+
+def reset_masks(model: nn.Module) -> None:
+    """Nothing goes."""
+    for opr in oprs_of(model).values():
+        opr.reset_masks()
+    for name, buffer in model.named_buffers():
+        if name.endswith(READ):
+            buffer.fill_(True)
 
 
 @torch.no_grad()
@@ -128,7 +143,8 @@ def bake(model: nn.Module, target: nn.Module) -> list[str]:
     for path, b in model.named_buffers(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
         if owner in places and name in places[owner]._buffers:
-            places[owner]._buffers[name] = b.detach().clone()
+            mask = mask_at(model, path, oprs)
+            places[owner]._buffers[name] = b.detach().clone() if mask is None else b.detach() * mask
     for place in places.values():
         if isinstance(place, nn.RNNBase):
             place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]

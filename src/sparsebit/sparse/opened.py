@@ -41,7 +41,7 @@ def attention_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, ke
     total = keys.new_zeros(())
     if attn_mask is not None:
         mask = _added(attn_mask, keys)
-        total = mask.view(keys.shape[0], -1, *mask.shape[-2:]) if mask.dim() == 3 else mask
+        total = mask.view(keys.shape[0], -1, mask.shape[-2], mask.shape[-1]) if mask.dim() == 3 else mask
     if key_padding_mask is not None:
         total = total + _added(key_padding_mask, keys)[..., None, None, :]
     return total

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.trace import Call, LeafTracer, trace
+from sparsebit.graph.inputs import guard_inputs
+from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
@@ -34,6 +35,7 @@ def call_of(example: Any) -> Call:
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
     gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
+    fixed = gm.meta["fixed"]
     if example is not None:
         gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
         flags = {path: module.training for path, module in model.named_modules()}
@@ -41,7 +43,7 @@ def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
             module.training = flags.get(path, model.training)
     for node in gm.graph.nodes:
         node.type = None  # annotations as strings cannot be pickled
-    gm.recompile()
+    guard_inputs(gm, fixed)
     return gm
 
 
@@ -64,7 +66,7 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
     """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
     if isinstance(model, fx.GraphModule):
         return small
-    own = copy.deepcopy(model).eval()
+    own = own_copy(model).eval()
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
     if unused:  # heads that only run in training would still have the old sizes
         log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])

@@ -23,9 +23,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.ops import op_of
+from sparsebit.graph.trace import own_copy
 from sparsebit.sparse import allocate, feeding
 from sparsebit.sparse.channels import Walk
-from sparsebit.sparse.masking import bake, mask_at, oprs_of, with_masks
+from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_masks
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
 from sparsebit.sparse.refit import reestimate, refit
@@ -188,9 +189,7 @@ class SparseModel(nn.Module):
 
     def reset_masks(self) -> None:
         """Nothing goes."""
-        for name, buffer in self.model.named_buffers():
-            if name.endswith(("_mask", ".kept")):
-                buffer.fill_(True)
+        reset_masks(self.model)
 
     # -- results -------------------------------------------------------------------------------------
     def walk(self) -> Walk:
@@ -228,7 +227,7 @@ class SparseModel(nn.Module):
 
     def compact(self) -> nn.Module:
         """An ordinary module without what the masks say: smaller if structured, else with zeros."""
-        own = copy.deepcopy(self._hidden["source"])
+        own = own_copy(self._hidden["source"])
         if bake(self.model, own):  # its code holds weights where the graph has layers
             own = copy.deepcopy(self._hidden["plain"])
             bake(self.model, own)
@@ -280,6 +279,7 @@ class SparseModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
+        memo[id(self._hidden["source"])] = own_copy(self._hidden["source"])
         hidden = {**self._hidden, "walk": None}  # labels are keyed by nodes: found again when they are needed
         for key, value in self.__dict__.items():
             new.__dict__[key] = copy.deepcopy(hidden if key == "_hidden" else value, memo)

@@ -79,7 +79,8 @@ def _bias(walk: Walk, node: fx.Node, module: Any, labels: Tensor) -> None:
 def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     module, path = walk.module(node), str(node.target)
     axes = walk.labels.varies(input)
-    if axes and input.dim() - 1 not in axes:  # works along another axis: the channels pass by
+    if axes and input.dim() - 1 not in axes:  # the channels pass by
+        walk.keep(node, "works along another axis than that of the channels")
         return input[..., :1].expand(walk.values[node].shape)
     ins = walk.labels.along(input, -1)
     outs, out = _out(walk, node, module.out_features, -1)

@@ -33,7 +33,7 @@ SUMS = {*spelled("add add_ sub sub_"), operator.add, operator.sub, operator.iadd
 
 def stays_zero(walk: Walk, node: fx.Node) -> bool:
     if node.op == "get_attr":
-        return True  # a parameter is masked itself
+        return True  # parameters and buffers are masked themselves
     if node.op in ("placeholder", "output"):
         return False
     op = op_of(node, walk.gm)
@@ -42,7 +42,7 @@ def stays_zero(walk: Walk, node: fx.Node) -> bool:
     sources = [n for n in node.all_input_nodes if _shape(walk, n) is not None]
     if op in KEEPERS:
         return bool(sources) and all(n in walk.zero for n in sources)
-    same = [n in walk.zero and _shape(walk, n) == _shape(walk, node) for n in sources]
+    same = [n in walk.zero and _has_channels_of(walk, n, node) for n in sources]
     if op in PRODUCTS:
         return any(same)
     if op in QUOTIENTS:
@@ -55,6 +55,15 @@ def _is_made(walk: Walk, node: fx.Node) -> bool:
     module: Any = walk.module(node)
     axis = isinstance(module, (nn.modules.conv._ConvTransposeNd, nn.Embedding, nn.EmbeddingBag))
     return module.weight is not None and walk.known(f"{node.target}.weight", int(axis)) is not None
+
+
+def _has_channels_of(walk: Walk, source: fx.Node, node: fx.Node) -> bool:
+    """Is it as long as the result wherever that has channels? What it is spread over besides is as zero as it is."""
+    labels, shape = walk.of[node], _shape(walk, source)
+    if not isinstance(labels, Tensor) or shape == "parts":
+        return False
+    aligned = (*[1] * (labels.dim() - len(shape)), *shape)
+    return all(aligned[d] == labels.shape[d] for d in walk.labels.varies(labels))
 
 
 def _shape(walk: Walk, node: fx.Node) -> Any:

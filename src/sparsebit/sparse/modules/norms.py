@@ -31,6 +31,10 @@ class _OverKept(SparseOpr):
         kept = torch.ones(self.normalized_shape[-1:], dtype=torch.bool, device=device)
         self.register_buffer("kept", kept)
 
+    def reset_masks(self) -> None:
+        super().reset_masks()
+        self.kept.fill_(True)
+
     def forward(self, input: Tensor) -> Tensor:
         if bool(self.kept.all()):
             return super().forward(input)
