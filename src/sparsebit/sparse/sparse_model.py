@@ -145,7 +145,7 @@ class SparseModel(nn.Module):
             if budget:
                 raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
             self.reset_masks()
-            mask_single_weights(self.cfg.sparser, self.oprs(), share)
+            mask_single_weights(self.oprs(), share)
         elif self.example is None:
             self._waiting = {"share": share, **budget}
         else:

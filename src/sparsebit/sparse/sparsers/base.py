@@ -35,13 +35,23 @@ class Sparser(nn.Module):
         self.cfg = getattr(config, "sparser", config)
         self.kind: str = self.cfg.type  # nn.Module has a method `type`
         self.strategy: str = self.cfg.strategy
+        self.pattern: tuple[int, ...] | None = None
         self.ratio: float = self.cfg.ratio
+        if self.cfg.pattern:
+            n, m = self.pattern = tuple(map(int, self.cfg.pattern.split(":")))
+            self.ratio = 1 - n / m  # what the pattern takes; zero keeps the layer whole
         self.params = self.cfg.params(self.STRATEGY)
 
     def set_ratio(self, ratio: float) -> None:
         """The share of this layer that goes; counts from the next calc_params() on."""
         if not 0 <= ratio <= 1:
             raise ConfigError(f"ratio: must be from 0 to 1, got {ratio}")
+        if self.pattern and ratio:
+            taken = 1 - self.pattern[0] / self.pattern[1]
+            if abs(ratio - taken) > 0.01:
+                raise ConfigError(
+                    f"ratio: PATTERN {self.cfg.pattern} takes {taken:.3g} of a layer, not {ratio}; 0 keeps it whole"
+                )
         self.ratio = float(ratio)
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -91,11 +101,26 @@ def is_weighted(layer: nn.Module) -> bool:
     return isinstance(layer, (nn.Linear, _ConvNd))
 
 
-def out_axis(layer: nn.Module) -> int:
-    """The axis of layer.weight on which the channels that it makes are."""
-    if isinstance(layer, nn.Embedding):
-        return 1
-    return int(isinstance(layer, _ConvTransposeNd) and layer.groups == 1)
+def by_output(layer: nn.Module, name: str, value: Tensor) -> Tensor:
+    """The parameter `name`, or what has its shape, as (outputs, the inputs that each reads, ...); twice: as it was."""
+    if name != "weight" or not isinstance(layer, _ConvTransposeNd):
+        return value
+    return value.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def per_output(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
+    """Worth of every weight -> of every channel that the layer makes."""
+    return per_channel(by_output(layer, name, worth), int(isinstance(layer, nn.Embedding)))
+
+
+def on_axis(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
+    """Worth of every channel that the layer makes -> of every position on the axis of the parameter that has them.
+
+    A transposed convolution has those of one group there: the same channel of every group is one position.
+    """
+    if name != "weight" or not isinstance(layer, _ConvTransposeNd):
+        return worth
+    return worth.unflatten(0, (layer.groups, -1)).sum(0)
 
 
 def in_axis(layer: nn.Module) -> int:
