@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
-from sparsebit.sparse.sparsers.base import by_output
+from sparsebit.sparse.sparsers.base import by_output, cannot_judge
 
 
 def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
@@ -17,11 +17,12 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
     With SCOPE: global, layers of the same ratio compete; one that has a ratio of its own loses just that.
     """
     ranked: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    for opr, name in _matrices(oprs):
-        sparser, mask = opr.sparser, opr.mask_of(name)
-        ratio = sparser.ratio * share
-        if sparser.skips(opr) or not ratio:
-            continue
+    asked = [(opr, name) for opr, name in _matrices(oprs) if opr.sparser.ratio * share]
+    judged = [(opr, name) for opr, name in asked if not opr.sparser.skips(opr)]
+    if asked and not judged:
+        raise cannot_judge(opr.sparser for opr, _ in asked)
+    for opr, name in judged:
+        sparser, mask, ratio = opr.sparser, opr.mask_of(name), opr.sparser.ratio * share
         solved = sparser.solve(opr, ratio, sparser.pattern)
         if solved is not None:
             opr.get_parameter(name).copy_(solved[0])

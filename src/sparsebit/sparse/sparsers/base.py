@@ -7,6 +7,7 @@ in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ class Sparser(nn.Module):
     KINDS: ClassVar[tuple[str, ...]] = BOTH
     NEEDS: ClassVar[str] = ""  # "batches", or "gradients": batches with a loss
     COMPARABLE: ClassVar[bool] = False  # worths of different layers are on one scale
+    JUDGES: ClassVar[str] = "layers with weights"  # for a message, where a model has none of them
     PER_ROW: ClassVar[bool] = False  # single weights compete inside an output channel, not inside the layer
 
     class Params(Config):
@@ -93,6 +95,15 @@ class Sparser(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.strategy}, {self.kind}, ratio={self.ratio}"
+
+
+def cannot_judge(sparsers: Iterable[Sparser]) -> ConfigError:
+    """What to say where nothing can go, for no sparser says anything about any layer."""
+    judges = sorted({f"{s.strategy} judges {s.JUDGES}" for s in sparsers})
+    return ConfigError(
+        f"STRATEGY: {', '.join(judges)}; nothing in this model that could go is of that kind; "
+        f"use l1norm, or with batches wanda or taylor"
+    )
 
 
 # -- what layers look like -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class FisherSparser(base.Sparser):
     STRATEGY = "fisher"
+    JUDGES = "layers that give one tensor, which the loss depends on"
     NEEDS = "gradients"
     COMPARABLE = True
 

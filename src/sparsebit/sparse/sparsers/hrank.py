@@ -16,6 +16,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class HRankSparser(base.Sparser):
     STRATEGY = "hrank"
+    JUDGES = "layers that make maps: (images, channels, height, width)"
     KINDS = ("structured",)
     NEEDS = "batches"
 

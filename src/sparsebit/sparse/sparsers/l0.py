@@ -24,6 +24,7 @@ LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
 @register_sparser
 class L0Sparser(base.Sparser):
     STRATEGY = "l0"
+    JUDGES = "Linear layers and convolutions"
     COMPARABLE = True
 
     class Params(Config):

@@ -17,6 +17,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class TaylorSparser(base.Sparser):
     STRATEGY = "taylor"
+    JUDGES = "layers that the loss depends on"
     NEEDS = "gradients"
     COMPARABLE = True
 
