@@ -68,12 +68,12 @@ def prune(
     macs: float | None = None,
     params: float | None = None,
     latency: float | None = None,
-    sparser: str = "l1norm",
+    sparser: str | None = None,
     batches: Any = None,
     loss: Any = None,
-    scope: str = "layer",
-    round_to: int = 1,
-    heads: str = "whole",
+    scope: str | None = None,
+    round_to: int | None = None,
+    heads: str | None = None,
     merge: int | str | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
@@ -83,18 +83,19 @@ def prune(
 
     ratio     the share of channels that goes (0.5 if nothing is said), or
     macs, params, latency   the share of multiplications, parameters, or time on this machine that stays.
-    sparser   what decides: l1norm, l2norm, fpgm, lamp, slimming, random; with data: hrank, wanda; with data and a
-              loss: taylor, fisher.
-    batches   for those: inputs, or (inputs, target); loss(output, target), cross entropy if nothing is said.
-    scope     "layer": the same share of every layer; "global": of all together.
+    sparser   what decides: l1norm (if nothing is said), l2norm, fpgm, lamp, slimming, random; with data: hrank,
+              wanda; with data and a loss: taylor, fisher.
+    batches   for those: inputs, or (inputs, target), where inputs may be a dict of keyword arguments;
+              loss(output, target), cross entropy if nothing is said.
+    scope     "layer" (the default): the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
-    heads     of attention: "whole" ones go, or the same "dimension" of every head.
+    heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
     merge     residual blocks first go into the one behind them, side by side: less depth, the same channels. So many,
               those that `batches` show to change least, narrow ones before others; "auto": pairs that are too narrow
               to get faster by losing half of their channels; or names.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least; or names.
-    config    a SparseConfig, YAML path or mapping instead of sparser, scope, round_to, heads and ratio.
+    config    a SparseConfig, YAML path or mapping; sparser, scope, round_to, heads and ratio go before what it says.
     progress  show bars, for batches and for the search of a budget; None: only on a terminal.
 
     It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`

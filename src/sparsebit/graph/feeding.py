@@ -66,14 +66,24 @@ def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], 
     """Arguments of one forward: a mapping is keyword arguments, a tuple or list positional ones.
 
     A tuple longer than the forward needs, such as (x, y) of a DataLoader, is cut to the inputs; optional inputs
-    go by name, in a mapping.
+    go by name, in a mapping, which may have a target behind it: ({"x": x}, y).
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if not isinstance(batch, (tuple, list)):
         return (batch,), {}
+    if len(batch) == 2 and isinstance(batch[0], Mapping) and _takes(signature, batch[0]):
+        return (), dict(batch[0])
     needed = _required(signature)
     return tuple(batch[:needed] if 0 < needed < len(batch) else batch), {}
+
+
+def _takes(signature: inspect.Signature, names: Mapping[Any, Any]) -> bool:
+    try:
+        signature.bind(**names)
+    except TypeError:
+        return False
+    return True
 
 
 def _required(signature: inspect.Signature) -> int:

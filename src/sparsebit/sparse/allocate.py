@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -22,45 +23,60 @@ ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tri
 def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
     """The classes of least score go: the same share of every dimension, or a share per class; one stays everywhere.
 
-    With `round_to` every dimension keeps the nearest multiple of it: all, where it has fewer, and none, where that is
-    nearest and the layers have others.
+    With `round_to` every dimension that loses something keeps the nearest multiple of so many channels: all, where it
+    has fewer, and none, where that is nearest and the layers have others.
     """
-    _check(ratio, round_to)
     found = [torch.zeros(0, dtype=torch.long)]
-    for classes, may_vanish in zip(walk.dimensions(), walk.may_vanish()):
-        share = float(ratio[classes[0]]) if isinstance(ratio, Tensor) else ratio
-        keep = len(classes) - count_of(len(classes), share)
-        found.append(_worst(classes, scores, keep, round_to, may_vanish))
+    shares = _shares(walk, ratio, round_to)
+    for classes, may_vanish, step in zip(walk.dimensions(), walk.may_vanish(), _steps(walk, round_to)):
+        if share := float(shares[classes[0]]):
+            keep = len(classes) - count_of(len(classes), share)
+            found.append(_worst(classes, scores, keep, step, may_vanish))
     return torch.cat(found)
 
 
-def together(walk: Walk, scores: Tensor, ratio: float, may_go: Tensor, round_to: int = 1) -> Tensor:
-    """The classes of least score go, of all dimensions in one ranking; `may_go` says which of them take part."""
-    _check(ratio, round_to)
-    found = [
-        (classes[may_go[classes]], may_vanish and bool(may_go[classes].all()))
-        for classes, may_vanish in zip(walk.dimensions(), walk.may_vanish())
-    ]
-    found = [(classes, may_vanish) for classes, may_vanish in found if len(classes)]
-    if not found:
-        return torch.zeros(0, dtype=torch.long)
-    every = torch.cat([classes for classes, _ in found])
-    worst = every[scores[every].argsort(stable=True)[: count_of(len(every), ratio)]]
-    keep = [int((~torch.isin(classes, worst)).sum()) for classes, _ in found]
-    return torch.cat([_worst(c, scores, k, round_to, v) for (c, v), k in zip(found, keep)])
+def together(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
+    """The classes of least score go, of all dimensions in one ranking; with shares per class, one for each share."""
+    found = [torch.zeros(0, dtype=torch.long)]
+    shares = _shares(walk, ratio, round_to)
+    steps = _steps(walk, round_to)
+    for share in shares[shares > 0].unique():
+        parts = [classes[shares[classes] == share] for classes in walk.dimensions()]
+        every = torch.cat(parts) if parts else found[0]
+        worst = every[scores[every].argsort(stable=True)[: count_of(len(every), float(share))]]
+        for part, classes, may_vanish, step in zip(parts, walk.dimensions(), walk.may_vanish(), steps):
+            if len(part):
+                keep = int((~torch.isin(part, worst)).sum())
+                may_vanish = may_vanish and len(part) == len(classes)
+                found.append(_worst(part, scores, keep, step, may_vanish))
+    return torch.cat(found)
 
 
-def _worst(classes: Tensor, scores: Tensor, keep: int, round_to: int, may_vanish: bool) -> Tensor:
-    multiple = (2 * keep + round_to) // (2 * round_to) * round_to
-    least = 0 if may_vanish and round_to > 1 else round_to
+def _worst(classes: Tensor, scores: Tensor, keep: int, step: int, may_vanish: bool) -> Tensor:
+    multiple = (2 * keep + step) // (2 * step) * step
+    least = 0 if may_vanish and step > 1 else step
     return classes[scores[classes].argsort(stable=True)[: max(len(classes) - max(multiple, least), 0)]]
 
 
-def _check(ratio: float | Tensor, round_to: int) -> None:
+def _steps(walk: Walk, round_to: int) -> list[int]:
+    """Of each dimension: so many classes make a multiple of `round_to` channels in every layer that has them."""
+    channels = torch.zeros(
+        len(walk.labels), dtype=torch.long
+    )  # in a class; where layers differ, the common divisor
+    for _, attribute, labels in walk.sizes if round_to > 1 else ():
+        if "groups" not in attribute:
+            roots, counts = walk.labels.roots(labels).unique(return_counts=True)
+            channels[roots] = torch.gcd(channels[roots], counts)
+    channels.clamp_(min=1)
+    return [round_to // math.gcd(round_to, *channels[classes].tolist()) for classes in walk.dimensions()]
+
+
+def _shares(walk: Walk, ratio: float | Tensor, round_to: int) -> Tensor:
     if not isinstance(ratio, Tensor) and not 0 <= ratio < 1:
         raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
     if round_to < 1:
         raise ConfigError(f"round_to: must be at least 1, got {round_to}")
+    return torch.as_tensor(ratio, dtype=torch.float64).expand(len(walk.labels))
 
 
 def within(
@@ -70,7 +86,12 @@ def within(
     if not 0 < budget <= 1:
         raise ConfigError(f"budget: must be above 0 and at most 1, got {budget}")
     exact = EXACT[of](walk)
-    limit = budget * exact(walk.gm)
+    whole = exact(walk.gm)
+    if not whole:
+        raise ConfigError(
+            f"{of}: the model has none on this example, so no share of them can stay; say ratio"
+        )
+    limit = budget * whole
     fits = lambda cut: exact(cut.compact()) <= limit
     low = 0.0
     if of in ESTIMATES:
@@ -82,10 +103,12 @@ def within(
                 return cut.dropped
         low = high
     if not fits(Cut(walk, choose(MOST))):
-        least = exact(Cut(walk, choose(MOST)).compact()) / limit * budget
+        least = exact(Cut(walk, choose(MOST)).compact()) / whole
+        stays = sorted(set(walk.labels.why_fixed.values()))
+        more = [f"and {len(stays) - 3} more"] if len(stays) > 3 else []
         raise ConfigError(
-            f"budget: {budget} cannot be reached, {least:.2f} is left when one channel of everything stays; "
-            f"what cannot be cut is in the report"
+            f"budget: {budget} cannot be reached, {least:.3g} is left when as little stays as can; "
+            f"what cannot be cut: {'; '.join([*stays[:3], *more]) or 'one channel of everything'}"
         )
     return choose(_bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1])
 

@@ -62,11 +62,13 @@ EXACT: dict[str, Callable[[Walk], Cost]] = {
 
 # -- without making the model ------------------------------------------------------------------------------
 def kept_parameters(walk: Walk) -> Estimate:
-    sizes = {name: p.numel() for name, p in walk.gm.named_parameters()}
+    names: dict[nn.Parameter, list[str]] = {}  # a parameter that `F.linear` reads is in a module, too
+    for name, p in walk.gm.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
 
     def count(cut: Cut) -> float:
         shares = _shares(cut)
-        return sum(n * shares.get(name, 1.0) for name, n in sizes.items())
+        return sum(p.numel() * min(shares.get(name, 1.0) for name in found) for p, found in names.items())
 
     return count
 

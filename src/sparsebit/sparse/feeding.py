@@ -17,8 +17,20 @@ from sparsebit.sparse.refit import Moments
 def calls(smodel: Any, batches: Any, progress: bool | None = None) -> Iterator[Call]:
     """The arguments of every batch, on the model's device."""
     for batch in tracked(as_iterable(batches), progress, "pruning"):
-        args, kwargs = as_call(batch, signature_of(smodel))
-        yield to_device(args, smodel.device), to_device(kwargs, smodel.device)
+        yield _call(smodel, batch)
+
+
+def _call(smodel: Any, batch: Any) -> Call:
+    signature = signature_of(smodel)
+    args, kwargs = as_call(batch, signature)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise CalibrationError(
+            f"batches: do not fit forward{signature}: {error}; give inputs, (inputs, target), a dict of keyword "
+            f"arguments, or (that dict, target)"
+        ) from None
+    return to_device(args, smodel.device), to_device(kwargs, smodel.device)
 
 
 def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: bool | None) -> None:
@@ -56,13 +68,13 @@ def _see(opr: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _one(smodel: Any, oprs: dict[str, Any], batch: Any, loss: Any, gradients: bool) -> None:
-    args, kwargs = as_call(batch, signature_of(smodel))
-    output = smodel(*to_device(args, smodel.device), **to_device(kwargs, smodel.device))
+    args, kwargs = _call(smodel, batch)
+    output = smodel(*args, **kwargs)
     if not gradients:
         return
     for p in smodel.model.parameters():
         p.grad = None
-    target = to_device(_target(batch, len(args)), smodel.device)
+    target = to_device(_target(batch, len(args) or 1), smodel.device)
     _loss(output, target, loss).backward()
     for opr in oprs.values():
         opr.sparser.see_gradients(opr)

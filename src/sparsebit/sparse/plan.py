@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import inspect
 import json
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
+from sparsebit.graph.feeding import to_device
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.surgery import Cut
@@ -26,7 +30,7 @@ class Plan:
 
     kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
-    inputs: list[Any] = field(default_factory=list)  # of the example: shapes and types, to trace again
+    inputs: list[Any] = field(default_factory=list)  # of the example, to trace again
     reasons: list[str] = field(default_factory=list)  # why some channels could not be considered
     heads: Heads = "whole"
     merged: list[str] = field(
@@ -41,10 +45,9 @@ class Plan:
             keeps = cut.keeps(part.labels)
             if not bool(keeps.all()):
                 plan.kept.setdefault(part.path, {})[part.axis] = keeps.nonzero().flatten().tolist()
-        for name, value in [*cut.walk.gm.named_parameters(), *cut.walk.gm.named_buffers()]:
-            if name in plan.kept:
-                plan.sizes[name] = list(value.shape)
-        plan.inputs = [_describe(cut.walk.example)]
+        plan.sizes = {path: list(cut.walk.tensor(path).shape) for path in plan.kept}
+        args, kwargs = cut.walk.example
+        plan.inputs = [_describe([list(args), kwargs])]
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -67,19 +70,32 @@ class Plan:
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
-        from sparsebit.sparse.prune import compact, shallower, walk_of
+        from sparsebit.sparse.prune import check_model, compact, shallower, walk_of
 
-        example = _rebuild(self.inputs[0]) if example is None else example
+        check_model(model)
+        example = self._example(model) if example is None else example
         model, _ = shallower(model, example, self.merged, self.shortened)
         walk = walk_of(model, example, self.heads)
         small = compact(model, Cut(walk, self.dropped(walk)))
         small.pruning_plan = self  # type: ignore[assignment]
         return small
 
+    def _example(self, model: nn.Module) -> inspect.BoundArguments:
+        """A call like the one that the plan was made with."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        args, kwargs = to_device(_rebuild(self.inputs[0]), device)
+        signature = inspect.signature(model.forward)
+        try:
+            return signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise SparsebitError(
+                f"the plan is of another model: its example does not fit forward{signature}: {error}"
+            ) from None
+
     def dropped(self, walk: Walk) -> Tensor:
         """The classes of `walk` that are missing in this plan."""
         found = []
-        have = dict([*walk.gm.named_parameters(), *walk.gm.named_buffers()])
+        have = dict([*walk.gm.named_parameters(remove_duplicate=False), *walk.gm.named_buffers()])
         for path, axes in self.kept.items():
             shape = list(have[path].shape) if path in have else None
             if shape != self.sizes[path]:
@@ -111,25 +127,40 @@ class Plan:
         return "\n".join([*lines, *(f"kept: {why}" for why in self.reasons)])
 
 
-def _describe(example: Any) -> Any:
-    """Tensors as [shape, type]; JSON has no tuples, so calls are written as a pair."""
-    args, kwargs = example
-    note = lambda t: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-    return pytree.tree_map_only(Tensor, note, [list(args), dict(kwargs)])
+def _describe(value: Any) -> Any:
+    """As JSON, which has no tensors and tuples. Of floats only shape and type are kept; of others, token ids or
+    lengths, also the values, packed: what a model does may depend on them."""
+    if isinstance(value, Tensor):
+        note = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        if not value.is_floating_point() and value.numel():
+            raw = bytes(value.detach().cpu().reshape(-1).view(torch.uint8).tolist())
+            note["packed"] = base64.b64encode(zlib.compress(raw)).decode()
+        return note
+    if isinstance(value, Mapping):
+        return {str(k): _describe(v) for k, v in value.items()}
+    if type(value) is tuple:
+        return {"tuple of": [_describe(v) for v in value]}
+    if isinstance(value, list):
+        return [_describe(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else {"no JSON": repr(value)}
 
 
 def _rebuild(note: Any) -> Any:
-    def value(x: Any) -> Any:
-        if isinstance(x, dict) and set(x) == {"shape", "dtype"}:
-            dtype = getattr(torch, x["dtype"])
-            return (
-                torch.randn(x["shape"]).to(dtype)
-                if dtype.is_floating_point
-                else torch.zeros(x["shape"], dtype=dtype)
-            )
-        if isinstance(x, dict):
-            return {k: value(v) for k, v in x.items()}
-        return [value(v) for v in x] if isinstance(x, list) else x
-
-    args, kwargs = note
-    return value(kwargs) if kwargs else tuple(value(a) for a in args)
+    if isinstance(note, list):
+        return [_rebuild(v) for v in note]
+    if not isinstance(note, dict):
+        return note
+    if {"shape", "dtype"} <= set(note):
+        dtype = getattr(torch, note["dtype"])
+        if "packed" in note:
+            raw = bytearray(zlib.decompress(base64.b64decode(note["packed"])))
+            return torch.frombuffer(raw, dtype=dtype).view(note["shape"])
+        like = torch.randn if dtype.is_floating_point else torch.zeros
+        return like(note["shape"]).to(dtype)
+    if set(note) == {"tuple of"}:
+        return tuple(_rebuild(v) for v in note["tuple of"])
+    if set(note) == {"no JSON"}:
+        raise SparsebitError(
+            f"the plan cannot hold {note['no JSON']}, which was in the example; say apply(model, example)"
+        )
+    return {k: _rebuild(v) for k, v in note.items()}

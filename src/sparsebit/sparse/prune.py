@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace
 from sparsebit.sparse.channels import Walk
@@ -19,21 +21,36 @@ from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.running import leaves
-from sparsebit.sparse.sparse_config import Heads
+from sparsebit.sparse.sparse_config import Heads, SparseConfig
 from sparsebit.sparse.surgery import Cut, check_equal
 
 log = logging.getLogger("sparsebit")
 
 
 def call_of(example: Any) -> Call:
-    """`example` is a tensor, a tuple of arguments, or a mapping of keyword arguments."""
+    """`example` is a tensor, a tuple of arguments, a mapping of keyword arguments, or a call with both."""
+    if isinstance(example, inspect.BoundArguments):
+        return example.args, example.kwargs
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
+def check_model(model: Any) -> None:
+    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise SparsebitError("model: is compiled TorchScript; pass the nn.Module that it was made from")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        raise SparsebitError(
+            f"model: {type(model).__name__} has no forward(); pass the module that is called"
+        )
+
+
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    check_model(model)
     gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
     fixed = gm.meta["fixed"]
     if example is not None:
@@ -123,6 +140,32 @@ def _of_smaller(
     return budget
 
 
+def _how_much(ratio: Any, budgets: dict[str, Any]) -> dict[str, float]:
+    """The budget that was given, if any."""
+    given = {name: value for name, value in budgets.items() if value is not None}
+    asked = {**given, **({} if ratio is None else {"ratio": ratio})}
+    for name, value in asked.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise ConfigError(f"{name}: expected a number such as 0.5, got {value!r}")
+    if len(asked) > 1:
+        raise ConfigError("prune: say how much with one of ratio, macs, params and latency")
+    if ratio is not None and not 0 <= ratio < 1:
+        raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
+    return given
+
+
+def _settings(config: Any, said: dict[str, Any], budget: bool) -> SparseConfig:
+    """The config, and what was said beside it; half of the channels go if nothing was."""
+    cfg = SparseConfig.load({"SPARSER": {"RATIO": 0.5}} if config is None else config)
+    if "RATIO" in said and cfg.sparser.pattern:
+        raise ConfigError(
+            f"ratio: PATTERN {cfg.sparser.pattern} of the config says how much goes; leave out one"
+        )
+    if budget and not cfg.sparser.ratio and not cfg.sparser.specific:
+        said = {**said, "RATIO": 0.5}  # the budget says how much: what counts is that it is above zero
+    return cfg.override(*(item for key, value in said.items() for item in (f"SPARSER.{key}", value)))
+
+
 def prune(
     model: nn.Module,
     example: Any,
@@ -131,40 +174,30 @@ def prune(
     macs: float | None = None,
     params: float | None = None,
     latency: float | None = None,
-    sparser: str = "l1norm",
+    sparser: str | None = None,
     batches: Any = None,
     loss: Any = None,
-    scope: str = "layer",
-    round_to: int = 1,
-    heads: str = "whole",
+    scope: str | None = None,
+    round_to: int | None = None,
+    heads: str | None = None,
     merge: int | str | Sequence[str] = 0,
     depth: int | Sequence[str] = 0,
     config: Any = None,
     progress: bool | None = None,
 ) -> nn.Module:
     """See sparsebit.prune."""
-    from sparsebit.sparse.sparse_config import SparseConfig
     from sparsebit.sparse.sparse_model import SparseModel
 
-    budgets = {"macs": macs, "params": params, "latency": latency}
-    given = {name: value for name, value in budgets.items() if value is not None}
-    if len(given) + (ratio is not None) > 1:
-        raise ConfigError("prune: say how much with one of ratio, macs, params and latency")
-    if ratio is not None and not 0 <= ratio < 1:
-        raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
-    if round_to < 1:
-        raise ConfigError(f"round_to: must be at least 1, got {round_to}")
+    given = _how_much(ratio, {"macs": macs, "params": params, "latency": latency})
     for name, value in (("merge", merge), ("depth", depth)):
+        if not isinstance(value, (int, Sequence)):
+            raise ConfigError(f"{name}: expected how many, or a list of names, got {value!r}")
         if isinstance(value, int) and value < 0:
             raise ConfigError(f"{name}: must be at least 0, got {value}")
-    section = {
-        "STRATEGY": sparser,
-        "SCOPE": scope,
-        "ROUND_TO": round_to,
-        "HEADS": heads,
-        "RATIO": 0.5 if ratio is None else ratio,
-    }
-    cfg = SparseConfig.load({"SPARSER": section} if config is None else config)
+    if round_to is not None and (not isinstance(round_to, Integral) or round_to < 1):
+        raise ConfigError(f"round_to: must be at least 1, a whole number, got {round_to!r}")
+    said = {"STRATEGY": sparser, "SCOPE": scope, "ROUND_TO": round_to, "HEADS": heads, "RATIO": ratio}
+    cfg = _settings(config, {k: v for k, v in said.items() if v is not None}, bool(given))
     whole = model
     model, done = shallower(model, example, merge, depth, batches, progress)
     given = _of_smaller(given, whole, model, example)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.masking import owner_of
+from sparsebit.sparse.sparsers.base import cannot_judge
 
 Oprs = dict[str, Any]  # module path -> SparseOpr
 
@@ -33,6 +34,14 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
         layers.index_add_(0, roots, torch.ones_like(worth))
     scores = total if comparable else total / layers.clamp_min(1)
     return torch.where(layers > 0, scores, float("inf"))
+
+
+def check_judged(walk: Walk, oprs: Oprs, scores: Tensor, ratios: Tensor) -> None:
+    """Raise where something is to go, and no sparser can say what."""
+    asked = [classes[ratios[classes] > 0] for classes in walk.dimensions()]
+    every = torch.cat([torch.zeros(0, dtype=torch.long), *asked])
+    if len(every) and not bool(scores[every].isfinite().any()):
+        raise cannot_judge(opr.sparser for opr in oprs.values())
 
 
 def class_ratios(walk: Walk, oprs: Oprs, default: float) -> Tensor:

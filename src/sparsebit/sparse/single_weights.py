@@ -8,30 +8,35 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
+from sparsebit.sparse.sparsers.base import by_output, cannot_judge
 
 
-def mask_single_weights(section: Any, oprs: dict[str, Any], share: float) -> None:
-    """Set the masks of all layers; `section` is SPARSER of the config, `share` how much of the ratios is due."""
-    pattern = tuple(map(int, section.pattern.split(":"))) if section.pattern else None
-    ranked: list[tuple[Tensor, Tensor]] = []
-    for opr, name in _matrices(oprs):
-        sparser, mask = opr.sparser, opr.mask_of(name)
-        ratio = sparser.ratio * share
-        if sparser.skips(opr) or (pattern is None and not ratio):
-            continue
-        solved = sparser.solve(opr, ratio, pattern)
+def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
+    """Set the masks of all layers, by what their sparsers are set to; `share` is how much of the ratios is due.
+
+    With SCOPE: global, layers of the same ratio compete; one that has a ratio of its own loses just that.
+    """
+    ranked: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    asked = [(opr, name) for opr, name in _matrices(oprs) if opr.sparser.ratio * share]
+    judged = [(opr, name) for opr, name in asked if not opr.sparser.skips(opr)]
+    if asked and not judged:
+        raise cannot_judge(opr.sparser for opr, _ in asked)
+    for opr, name in judged:
+        sparser, mask, ratio = opr.sparser, opr.mask_of(name), opr.sparser.ratio * share
+        solved = sparser.solve(opr, ratio, sparser.pattern)
         if solved is not None:
             opr.get_parameter(name).copy_(solved[0])
             mask.copy_(solved[1])
-        elif pattern is not None:
-            mask.copy_(n_of_m(sparser.weights(opr, name), *pattern))
-        elif section.scope == "global":
-            ranked.append((sparser.weights(opr, name), mask))
-        else:
-            mask.copy_(keep_best(sparser.weights(opr, name), ratio, sparser.PER_ROW))
-    if ranked:
-        chosen = keep_best_of_all([worth for worth, _ in ranked], section.ratio * share)
-        for (_, mask), new in zip(ranked, chosen):
+            continue
+        worth = sparser.weights(opr, name)
+        if sparser.pattern is None and sparser.cfg.scope == "global":
+            ranked.setdefault(ratio, []).append((worth, mask))
+            continue
+        rows = by_output(opr, name, worth)
+        kept = n_of_m(rows, *sparser.pattern) if sparser.pattern else keep_best(rows, ratio, sparser.PER_ROW)
+        mask.copy_(by_output(opr, name, kept))
+    for ratio, layers in ranked.items():
+        for (_, mask), new in zip(layers, keep_best_of_all([worth for worth, _ in layers], ratio)):
             mask.copy_(new)
 
 

@@ -16,6 +16,7 @@ __all__ = ["SparseConfig", "SparserConfig", "parse_sconfig", "resolve", "unmatch
 
 Kind = Literal["structured", "unstructured"]
 Heads = Literal["whole", "dimension"]
+OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options that no layer can have alone
 OLD_KINDS = {"structed": "structured", "unstructed": "unstructured"}  # the original's spelling
 
 
@@ -79,6 +80,7 @@ class SparserConfig(PluginConfig):
                 f"STRATEGY: {self.strategy} prunes {' and '.join(self.plugin.KINDS)}; write "
                 f"TYPE: {self.plugin.KINDS[0]}, or another STRATEGY"
             )
+        self._verify_specific()
         if self.pattern is None:
             return
         if self.type == "structured":
@@ -86,6 +88,22 @@ class SparserConfig(PluginConfig):
         n, m = map(int, self.pattern.split(":"))
         if n > m:
             raise ConfigError(f"PATTERN: {self.pattern} would keep {n} of {m}; write {m}:{n}?")
+
+    def _verify_specific(self) -> None:
+        """Overrides that would have no effect."""
+        rules = [dict(zip(pairs[::2], pairs[1::2])) for rule in self.specific for pairs in rule.values()]
+        has_pattern = any([self.pattern, *(rule.get("PATTERN") for rule in rules)])
+        for (where, alone), rule in zip(variants(self), rules):
+            for option in OF_ALL:
+                if getattr(alone, option) != getattr(self, option):
+                    raise ConfigError(
+                        f"{where}: {option.upper()} is of the whole model; write it above SPECIFIC"
+                    )
+            if "RATIO" in rule and rule.get("PATTERN", has_pattern):
+                raise ConfigError(
+                    f"{where}: where there is a PATTERN, that says how much goes, not RATIO; "
+                    f"write [PATTERN, null, RATIO, ...], and RATIO 0 for a layer that stays whole"
+                )
 
     def _adopt(self, new: Config) -> None:
         self._resolved.clear()

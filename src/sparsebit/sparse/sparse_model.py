@@ -30,7 +30,7 @@ from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_m
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
 from sparsebit.sparse.refit import reestimate, refit
-from sparsebit.sparse.scores import class_ratios, class_scores
+from sparsebit.sparse.scores import check_judged, class_ratios, class_scores
 from sparsebit.sparse.single_weights import mask_single_weights
 from sparsebit.sparse.sparse_config import SparseConfig, unmatched
 from sparsebit.sparse.surgery import Cut
@@ -146,7 +146,7 @@ class SparseModel(nn.Module):
             if budget:
                 raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
             self.reset_masks()
-            mask_single_weights(self.cfg.sparser, self.oprs(), share)
+            mask_single_weights(self.oprs(), share)
         elif self.example is None:
             self._waiting = {"share": share, **budget}
         else:
@@ -156,19 +156,21 @@ class SparseModel(nn.Module):
         walk, section = self.walk(), self.cfg.sparser
         scores = class_scores(walk, self.oprs())
         ratios = class_ratios(walk, self.oprs(), section.ratio)
+        if budget and not bool((ratios > 0).any()):
+            raise ConfigError(
+                "RATIO: is 0 for every layer, so that all stay whole; a budget needs one above 0"
+            )
+        check_judged(walk, self.oprs(), scores, ratios)
         known = scores.isfinite() & (ratios > 0)
+        spread = allocate.together if section.scope == "global" else allocate.uniform
 
         def choose(ratio: float) -> Tensor:
-            if section.scope == "global":
-                return allocate.together(walk, scores, ratio, known, section.round_to)
-            same = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
-            return allocate.uniform(walk, scores, same, section.round_to)
+            shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
+            return spread(walk, scores, shares, section.round_to)
 
         if budget:
             ((name, left),) = budget.items()
             dropped = allocate.within(walk, choose, name, left, progress)
-        elif section.scope == "global":
-            dropped = choose(min(section.ratio * share, allocate.MOST))
         else:
             dropped = choose(share)
         cut = Cut(walk, dropped)

@@ -7,6 +7,7 @@ in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,7 @@ class Sparser(nn.Module):
     KINDS: ClassVar[tuple[str, ...]] = BOTH
     NEEDS: ClassVar[str] = ""  # "batches", or "gradients": batches with a loss
     COMPARABLE: ClassVar[bool] = False  # worths of different layers are on one scale
+    JUDGES: ClassVar[str] = "layers with weights"  # for a message, where a model has none of them
     PER_ROW: ClassVar[bool] = False  # single weights compete inside an output channel, not inside the layer
 
     class Params(Config):
@@ -35,13 +37,23 @@ class Sparser(nn.Module):
         self.cfg = getattr(config, "sparser", config)
         self.kind: str = self.cfg.type  # nn.Module has a method `type`
         self.strategy: str = self.cfg.strategy
+        self.pattern: tuple[int, ...] | None = None
         self.ratio: float = self.cfg.ratio
+        if self.cfg.pattern:
+            n, m = self.pattern = tuple(map(int, self.cfg.pattern.split(":")))
+            self.ratio = 1 - n / m  # what the pattern takes; zero keeps the layer whole
         self.params = self.cfg.params(self.STRATEGY)
 
     def set_ratio(self, ratio: float) -> None:
         """The share of this layer that goes; counts from the next calc_params() on."""
         if not 0 <= ratio <= 1:
             raise ConfigError(f"ratio: must be from 0 to 1, got {ratio}")
+        if self.pattern and ratio:
+            taken = 1 - self.pattern[0] / self.pattern[1]
+            if abs(ratio - taken) > 0.01:
+                raise ConfigError(
+                    f"ratio: PATTERN {self.cfg.pattern} takes {taken:.3g} of a layer, not {ratio}; 0 keeps it whole"
+                )
         self.ratio = float(ratio)
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -85,17 +97,41 @@ class Sparser(nn.Module):
         return f"{self.strategy}, {self.kind}, ratio={self.ratio}"
 
 
+def cannot_judge(sparsers: Iterable[Sparser]) -> ConfigError:
+    """What to say where nothing can go, for no sparser says anything about any layer."""
+    judges = sorted({f"{s.strategy} judges {s.JUDGES}" for s in sparsers})
+    return ConfigError(
+        f"STRATEGY: {', '.join(judges)}; nothing in this model that could go is of that kind; "
+        f"use l1norm, or with batches wanda or taylor"
+    )
+
+
 # -- what layers look like -------------------------------------------------------------------------------
 def is_weighted(layer: nn.Module) -> bool:
     """A matrix product: its weight has an axis of inputs and one of outputs."""
     return isinstance(layer, (nn.Linear, _ConvNd))
 
 
-def out_axis(layer: nn.Module) -> int:
-    """The axis of layer.weight on which the channels that it makes are."""
-    if isinstance(layer, nn.Embedding):
-        return 1
-    return int(isinstance(layer, _ConvTransposeNd) and layer.groups == 1)
+def by_output(layer: nn.Module, name: str, value: Tensor) -> Tensor:
+    """The parameter `name`, or what has its shape, as (outputs, the inputs that each reads, ...); twice: as it was."""
+    if name != "weight" or not isinstance(layer, _ConvTransposeNd):
+        return value
+    return value.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def per_output(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
+    """Worth of every weight -> of every channel that the layer makes."""
+    return per_channel(by_output(layer, name, worth), int(isinstance(layer, nn.Embedding)))
+
+
+def on_axis(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
+    """Worth of every channel that the layer makes -> of every position on the axis of the parameter that has them.
+
+    A transposed convolution has those of one group there: the same channel of every group is one position.
+    """
+    if name != "weight" or not isinstance(layer, _ConvTransposeNd):
+        return worth
+    return worth.unflatten(0, (layer.groups, -1)).sum(0)
 
 
 def in_axis(layer: nn.Module) -> int:

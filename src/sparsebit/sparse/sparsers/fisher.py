@@ -17,6 +17,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class FisherSparser(base.Sparser):
     STRATEGY = "fisher"
+    JUDGES = "layers that give one tensor, which the loss depends on"
     NEEDS = "gradients"
     COMPARABLE = True
 
@@ -43,13 +44,16 @@ class FisherSparser(base.Sparser):
                 effect = 0.5 * (p.grad * p).detach().float().square()
                 self.of_weights[name] = self.of_weights.get(name, torch.zeros_like(effect)) + effect
 
+    def skips(self, layer: Any) -> bool:
+        return not self.of_weights  # the loss does not depend on it
+
     def weights(self, layer: Any, name: str = "weight") -> Tensor:
         return self.of_weights[name] / self.examples
 
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
         if name != "weight" or not self.examples or not base.ends_channels(layer, makes):
             return None
-        return torch.as_tensor(self.change) / self.examples
+        return base.on_axis(layer, name, torch.as_tensor(self.change) / self.examples)
 
 
 Sparser = FisherSparser

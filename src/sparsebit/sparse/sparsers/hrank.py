@@ -16,6 +16,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class HRankSparser(base.Sparser):
     STRATEGY = "hrank"
+    JUDGES = "layers that make maps: (images, channels, height, width)"
     KINDS = ("structured",)
     NEEDS = "batches"
 
@@ -25,15 +26,17 @@ class HRankSparser(base.Sparser):
         self.images = 0
 
     def see(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, Tensor) and output.dim() == 4 and min(output.shape[2:]) > 1:
-            maps = output.detach().float()
+        if not isinstance(output, Tensor) or output.dim() != 4:
+            return
+        maps = output.detach().float().movedim(base.output_axis(layer, output), 1)
+        if min(maps.shape[2:]) > 1:
             self.ranks = self.ranks + torch.linalg.matrix_rank(maps).float().sum(0)
             self.images += len(output)
 
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
         if name != "weight" or not self.images or not base.ends_channels(layer, makes):
             return None
-        return torch.as_tensor(self.ranks) / self.images
+        return base.on_axis(layer, name, torch.as_tensor(self.ranks) / self.images)
 
 
 Sparser = HRankSparser

@@ -24,6 +24,7 @@ LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
 @register_sparser
 class L0Sparser(base.Sparser):
     STRATEGY = "l0"
+    JUDGES = "Linear layers and convolutions"
     COMPARABLE = True
 
     class Params(Config):
@@ -36,10 +37,9 @@ class L0Sparser(base.Sparser):
         self._drawn: Tensor | None = None  # what the weight was multiplied with, for the bias
         if opr is None or not self._gated(opr):
             return
-        shape = opr.weight.shape
+        shape = base.by_output(opr, "weight", opr.weight).shape
         if self.kind == "structured":
-            axis = base.out_axis(opr)
-            shape = torch.Size(n if d == axis else 1 for d, n in enumerate(shape))
+            shape = torch.Size((shape[0], *[1] * (len(shape) - 1)))
         start = math.log(self.params.open / (1 - self.params.open))
         self.log_alpha = nn.Parameter(torch.full(shape, start, device=opr.weight.device))
 
@@ -61,7 +61,12 @@ class L0Sparser(base.Sparser):
         else:
             s = torch.sigmoid(self.log_alpha)
         self._drawn = (s * (HIGH - LOW) + LOW).clamp(0, 1)
-        return self._drawn
+        return self._as_weight(layer, self._drawn)
+
+    def _as_weight(self, layer: Any, gates: Tensor) -> Tensor:
+        """Gates are kept by output; what a transposed convolution has on its first axis are inputs."""
+        rows = base.by_output(layer, "weight", layer.weight)
+        return base.by_output(layer, "weight", gates.expand(rows.shape))
 
     def penalty(self, layer: Any) -> Tensor | None:
         if self.log_alpha is None:
@@ -71,13 +76,17 @@ class L0Sparser(base.Sparser):
         )
         return total
 
+    def skips(self, layer: Any) -> bool:
+        return self.log_alpha is None  # recurrent layers have no gates
+
     def weights(self, layer: Any, name: str = "weight") -> Tensor:
-        return torch.ones_like(layer.weight) if self.log_alpha is None else self.log_alpha.detach().sigmoid()
+        assert self.log_alpha is not None
+        return self._as_weight(layer, self.log_alpha.detach().sigmoid())
 
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
         if name != "weight" or self.log_alpha is None or not base.ends_channels(layer, makes):
             return None
-        return self.log_alpha.detach().sigmoid().flatten()
+        return base.on_axis(layer, name, self.log_alpha.detach().sigmoid().flatten())
 
 
 Sparser = L0Sparser

@@ -18,6 +18,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class SlimmingSparser(base.Sparser):
     STRATEGY = "slimming"
+    JUDGES = "layers with a batch norm behind them"
     KINDS = ("structured",)
     COMPARABLE = True
 

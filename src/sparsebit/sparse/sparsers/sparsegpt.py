@@ -20,6 +20,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class SparseGPTSparser(base.Sparser):
     STRATEGY = "sparsegpt"
+    JUDGES = "Linear layers, and convolutions without groups"
     KINDS = ("unstructured",)
     NEEDS = "batches"
 

@@ -17,6 +17,7 @@ from sparsebit.sparse.sparsers import base, register_sparser
 @register_sparser
 class TaylorSparser(base.Sparser):
     STRATEGY = "taylor"
+    JUDGES = "layers that the loss depends on"
     NEEDS = "gradients"
     COMPARABLE = True
 
@@ -32,11 +33,14 @@ class TaylorSparser(base.Sparser):
                 continue
             slope = (p.grad * p).detach().float()
             if self.kind == "structured":
-                slope = base.per_channel(slope, base.out_axis(layer))
+                slope = base.per_output(layer, name, slope)
                 bias = getattr(layer, "bias", None)
                 if isinstance(bias, Tensor) and bias.grad is not None and len(bias) == len(slope):
                     slope = slope + (bias.grad * bias).detach().float()
             self.change[name] = self.change.get(name, torch.zeros_like(slope)) + slope.square()
+
+    def skips(self, layer: Any) -> bool:
+        return not self.change  # the loss does not depend on it
 
     def weights(self, layer: Any, name: str = "weight") -> Tensor:
         return self.change[name] / self.batches
@@ -44,7 +48,7 @@ class TaylorSparser(base.Sparser):
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
         if name not in self.change or not base.ends_channels(layer, makes):
             return None
-        return self.change[name] / self.batches
+        return base.on_axis(layer, name, self.change[name] / self.batches)
 
 
 Sparser = TaylorSparser
