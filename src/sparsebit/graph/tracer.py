@@ -6,24 +6,22 @@ inputs apart as the example shows them, and remembers `no_grad` blocks.
 
 from __future__ import annotations
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import only_outcome
 from sparsebit.graph.islands import Island, island
-
-FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
+from sparsebit.graph.recording import has_proxy, namespace_of_caller, recording
+from sparsebit.graph.shapes import Lengths
 
 
 class InplaceProxy(fx.Proxy):
@@ -33,8 +31,22 @@ class InplaceProxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __len__(self) -> int:
-        parts = _parts(self.node)
-        return int(super().__len__()) if parts is None else parts
+        length = self.tracer.length(self)
+        return int(super().__len__()) if length is None else length
+
+    def __add__(self, other: Any) -> Any:
+        """`x.shape[:-1] + (4, 16)` is a tuple: some of its sizes may change, others not."""
+        known = isinstance(other, tuple) and self.tracer.length(self) is not None
+        return (*self, *other) if known else super().__add__(other)
+
+    def __radd__(self, other: Any) -> Any:
+        known = isinstance(other, tuple) and self.tracer.length(self) is not None
+        return (*other, *self) if known else super().__radd__(other)
+
+    def __int__(self) -> int:
+        self.tracer.to_number(self)
+
+    __float__ = __int__
 
 
 def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -61,6 +73,9 @@ class LeafTracer(fx.Tracer):
         self.is_known = is_known
         self.islands: dict[str, Island] = {}
         self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
+        self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
+        self.lengths: Lengths | None = None
+        self.namespaces: list[dict[str, Any]] = []  # globals of code that calls int or float on sizes
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return InplaceProxy(node, self)
@@ -138,42 +153,37 @@ class LeafTracer(fx.Tracer):
         return super().to_bool(obj) if outcome is None else outcome
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """`list(x.chunk(2, 1))`: how many parts there are is written in the call."""
-        parts = _parts(obj.node)
-        if parts is None:
+        """`list(x.chunk(2, 1))`, `(*x.shape[:-1], 4)`"""
+        length = self.length(obj)
+        if length is None:
             return super().iter(obj)
         return iter(
-            [self.create_proxy("call_function", operator.getitem, (obj, i), {}) for i in range(parts)]
+            [self.create_proxy("call_function", operator.getitem, (obj, i), {}) for i in range(length)]
         )
 
-    @contextmanager
-    def prepared_torch(self) -> Iterator[None]:
-        """torch.arange(x.shape[1]) has no tensor among its arguments: torch.fx alone would miss it. And a part
-        under torch.utils.checkpoint computes what it computes."""
-        saved = {name: getattr(torch, name) for name in FACTORIES}
-        for name, function in saved.items():
-            setattr(torch, name, self._factory(function))
-        CheckpointFunction.apply = lambda function, preserve_rng, *args: function(*args)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del CheckpointFunction.apply  # the inherited one shows again
-            for name, function in saved.items():
-                setattr(torch, name, function)
+    def length(self, obj: fx.Proxy) -> int | None:
+        """How many items there are: written in the call, or seen on the example if sizes do not change it."""
+        parts = _parts(obj.node)
+        if parts is None and self.example:
+            self.lengths = self.lengths or Lengths(self.root, self.example)
+            parts = self.lengths.of(obj.node)
+        return parts
 
-    def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if has_proxy((args, kwargs)):
-                return self.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
+    def prepared_torch(self) -> AbstractContextManager[None]:
+        return recording(self, self.namespaces)
 
-        return call
+    def to_number(self, obj: fx.Proxy) -> NoReturn:
+        """`int(x.shape[0] / 4)` cannot return a proxy; the next trace knows where it was written, and records it."""
+        namespace = namespace_of_caller()
+        if namespace is not None and not any(known is namespace for known in self.namespaces):
+            self.namespaces.append(namespace)
+        raise TraceError("int() and float() of a value that depends on the input")
 
     # -- inputs and outputs --------------------------------------------------------------------------
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
+        self.lengths = None  # of another graph
         root_fn, args = super().create_args_for_root(root_fn, is_module)
         for i, proxy in enumerate(args):
             name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
@@ -221,12 +231,6 @@ def like(example: Any, proxy: Any) -> Any:
 
 def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     return values if type(example) is dict else type(example)(values)  # type: ignore[call-arg]
-
-
-def has_proxy(value: Any) -> bool:
-    found: list[Any] = []
-    fx.node.map_aggregate(value, lambda v: found.append(v) if isinstance(v, fx.Proxy) else None)
-    return bool(found)
 
 
 class State:
