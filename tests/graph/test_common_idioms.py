@@ -3,273 +3,18 @@ loops over parts. It is traced without islands, and so pruned and quantized thro
 
 from __future__ import annotations
 
-import math
+import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from idiom_nets import MODELS
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import sparsebit
 from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse.prune import call_of
 from sparsebit.sparse.sparse_model import SparseModel
-
-
-# -- positions from a buffer -----------------------------------------------------------------------------
-class PositionalEncoding(nn.Module):
-    """As in the tutorial of torch."""
-
-    def __init__(self, width: int, longest: int = 32):
-        super().__init__()
-        position = torch.arange(longest).unsqueeze(1)
-        rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10000.0) / width))
-        pe = torch.zeros(1, longest, width)
-        pe[0, :, 0::2], pe[0, :, 1::2] = torch.sin(position * rate), torch.cos(position * rate)
-        self.register_buffer("pe", pe)
-
-    def forward(self, x):
-        return x + self.pe[:, : x.size(1)]
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(20, 16), PositionalEncoding(16)
-        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, ids):
-        return self.head(self.layer(self.positions(self.embed(ids) * 4.0)))
-
-
-class BertEmbeddings(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.places, self.kinds = nn.Embedding(20, 16), nn.Embedding(32, 16), nn.Embedding(2, 16)
-        self.norm = nn.LayerNorm(16)
-        self.register_buffer("position_ids", torch.arange(32).expand((1, -1)), persistent=False)
-        self.register_buffer("token_type_ids", torch.zeros(1, 32, dtype=torch.long), persistent=False)
-
-    def forward(self, input_ids, past: int = 0):
-        batch, length = input_ids.size()
-        position_ids = self.position_ids[:, past : length + past]
-        if self.token_type_ids is not None:
-            kinds = self.token_type_ids[:, :length].expand(batch, length)
-        return self.norm(self.words(input_ids) + self.kinds(kinds) + self.places(position_ids))
-
-
-class Bert(nn.Module):
-    """Embeddings, attention behind an extended mask, and a feed-forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.embeddings = BertEmbeddings()
-        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 3)
-
-    def heads(self, x):
-        return x.view(x.size()[:-1] + (4, 4)).permute(0, 2, 1, 3)
-
-    def forward(self, input_ids, attention_mask):
-        x = self.embeddings(input_ids)
-        mask = attention_mask[:, None, None, :].to(dtype=x.dtype)
-        mask = (1.0 - mask) * torch.finfo(x.dtype).min
-        q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
-        scores = (torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(4) + mask).softmax(-1)
-        context = torch.matmul(scores, v).permute(0, 2, 1, 3).contiguous()
-        x = x + context.view(context.size()[:-2] + (16,))
-        return self.head(x + self.down(F.gelu(self.up(x))))
-
-
-# -- sizes unpacked from a shape, dtypes ------------------------------------------------------------------
-def rotate_half(x):
-    half = x.shape[-1] // 2
-    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-
-
-class Rotary(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.register_buffer("inv_freq", 1.0 / 100 ** (torch.arange(0, width, 2).float() / width))
-
-    def forward(self, x, position_ids):
-        inv_freq = self.inv_freq[None, :, None].float().expand(position_ids.shape[0], -1, 1)
-        freqs = (inv_freq @ position_ids[:, None, :].float()).transpose(1, 2)
-        emb = torch.cat((freqs, freqs), dim=-1)
-        return emb.cos().to(x.dtype), emb.sin().to(x.dtype)
-
-
-class LlamaAttention(nn.Module):
-    def __init__(self, width: int = 16, heads: int = 4, kv_heads: int = 2):
-        super().__init__()
-        self.head_dim, self.groups = width // heads, heads // kv_heads
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
-
-    def repeat_kv(self, x):
-        batch, heads, length, width = x.shape
-        x = x[:, :, None, :, :].expand(batch, heads, self.groups, length, width)
-        return x.reshape(batch, heads * self.groups, length, width)
-
-    def forward(self, x, cos, sin, mask):
-        input_shape = x.shape[:-1]
-        hidden_shape = (*input_shape, -1, self.head_dim)
-        q = self.q_proj(x).view(hidden_shape).transpose(1, 2)
-        k = self.k_proj(x).view(hidden_shape).transpose(1, 2)
-        v = self.v_proj(x).view(hidden_shape).transpose(1, 2)
-        q, k = (t * cos.unsqueeze(1) + rotate_half(t) * sin.unsqueeze(1) for t in (q, k))
-        k, v = self.repeat_kv(k), self.repeat_kv(v)
-        scores = torch.matmul(q, k.transpose(2, 3)) * self.head_dim**-0.5 + mask
-        scores = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-        out = torch.matmul(scores, v).transpose(1, 2).contiguous()
-        return self.o_proj(out.reshape(*input_shape, -1).contiguous())
-
-
-class Llama(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.rotary, self.attention = nn.Embedding(20, 16), Rotary(4), LlamaAttention()
-        self.gate, self.up, self.down = (nn.Linear(*io, bias=False) for io in ((16, 32), (16, 32), (32, 16)))
-        self.head = nn.Linear(16, 20, bias=False)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        length = input_ids.shape[1]
-        mask = torch.full((length, length), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device)
-        mask = torch.triu(mask, diagonal=1)[None, None]
-        position_ids = torch.arange(length, device=x.device).unsqueeze(0).expand(x.shape[0], -1)
-        cos, sin = self.rotary(x, position_ids)
-        x = x + self.attention(x, cos, sin, mask)
-        return self.head(x + self.down(F.silu(self.gate(x)) * self.up(x)))
-
-
-class MaskedFill(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("bias", torch.tril(torch.ones(32, 32, dtype=torch.bool)).view(1, 1, 32, 32))
-        self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def heads(self, x):
-        return x.view(*x.shape[:2], 4, -1).transpose(1, 2)
-
-    def forward(self, x):
-        q, k, v = map(self.heads, self.c_attn(x).chunk(3, -1))
-        scores = (q @ k.transpose(-1, -2)) / (k.size(-1) ** 0.5)
-        length = q.size(-2)
-        scores = scores.masked_fill(~self.bias[:, :, :length, :length], torch.finfo(scores.dtype).min)
-        out = (scores.softmax(-1) @ v).transpose(1, 2)
-        return self.c_proj(out.reshape(*out.shape[:-2], -1))
-
-
-# -- windows ---------------------------------------------------------------------------------------------
-def window_partition(x, window):
-    B, H, W, C = x.shape
-    x = x.view(B, H // window, window, W // window, window, C)
-    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(-1, window, window, C)
-
-
-def window_reverse(windows, window, H, W):
-    B = int(windows.shape[0] / (H * W / window / window))
-    x = windows.view(B, H // window, W // window, window, window, -1)
-    return x.permute(0, 1, 3, 2, 4, 5).contiguous().view(B, H, W, -1)
-
-
-class Swin(nn.Module):
-    """One block with shifted windows and relative positions."""
-
-    def __init__(self, width: int = 16, heads: int = 4, window: int = 2):
-        super().__init__()
-        self.window, self.num_heads, self.scale = window, heads, (width // heads) ** -0.5
-        self.patches = nn.Conv2d(3, width, 2, 2)
-        self.table = nn.Parameter(torch.randn((2 * window - 1) ** 2, heads))
-        where = torch.stack(torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij"))
-        where = where.flatten(1)
-        away = where[:, :, None] - where[:, None, :] + window - 1
-        self.register_buffer("index", away[0] * (2 * window - 1) + away[1])
-        self.norm, self.qkv, self.proj = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.up, self.down, self.head = nn.Linear(width, 32), nn.Linear(32, width), nn.Linear(width, 5)
-
-    def attention(self, x):
-        B_, N, C = x.shape
-        qkv = self.qkv(x).reshape(B_, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv[0], qkv[1], qkv[2]
-        n = self.window**2
-        bias = self.table[self.index.view(-1)].view(n, n, -1).permute(2, 0, 1).contiguous()
-        scores = ((q * self.scale) @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1)
-        return self.proj((scores @ v).transpose(1, 2).reshape(B_, N, C))
-
-    def forward(self, x):
-        x = self.patches(x).permute(0, 2, 3, 1)
-        _, H, W, C = x.shape
-        windows = window_partition(torch.roll(self.norm(x), (-1, -1), (1, 2)), self.window)
-        windows = self.attention(windows.view(-1, self.window**2, C))
-        back = window_reverse(windows.view(-1, self.window, self.window, C), self.window, H, W)
-        x = x + torch.roll(back, (1, 1), (1, 2))
-        return self.head((x + self.down(F.gelu(self.up(x)))).mean((1, 2)))
-
-
-# -- loops over parts, constants made in the forward -------------------------------------------------------
-class Splits(nn.Module):
-    def __init__(self, take):
-        super().__init__()
-        self.take = take
-        self.stem, self.head = nn.Conv2d(3, 15, 3, padding=1), nn.Conv2d(15, 8, 1)
-        self.convs = nn.ModuleList(nn.Conv2d(5, 5, 3, padding=1) for _ in range(3))
-
-    def forward(self, x):
-        return self.head(
-            torch.cat([conv(t) for conv, t in zip(self.convs, self.take(self.stem(x)))], 1).relu()
-        )
-
-
-class ExpandsConstant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(12, 16), nn.Linear(16, 5)
-        self.register_buffer("scale", torch.linspace(1, 2, 8))
-
-    def forward(self, x):
-        ramp = torch.linspace(0, 1, 8).expand(x.shape[0], 8) * self.scale.repeat(x.shape[0], 1)
-        y = torch.cat([x, ramp[:, :4]], 1) + self.scale.new_ones(x.shape[0], 12)
-        return self.fc2(F.relu(self.fc1(y)))
-
-
-def words(batch: int = 2, length: int = 6) -> Tensor:
-    return torch.randint(0, 20, (batch, length), generator=torch.Generator().manual_seed(batch * 7 + length))
-
-
-def floats(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def masked(batch: int = 2, length: int = 6) -> tuple[Tensor, Tensor]:
-    return words(batch, length), (torch.arange(length) < torch.arange(length - batch, length)[:, None]).long()
-
-
-def picture(batch: int = 2, size: int = 8) -> Tensor:
-    return floats(batch, 3, size, size)
-
-
-MODELS = {  # the model, data of any batch size, another length or size (None: it takes only one)
-    "PositionalEncoding": (Encoder, words, 9),
-    "BERT": (Bert, masked, 9),
-    "LLaMA": (Llama, words, 9),
-    "GPT": (MaskedFill, lambda batch=2, length=6: floats(batch, length, 16), 9),
-    "Swin": (Swin, picture, 12),
-    "split in a comprehension": (lambda: Splits(lambda x: (t for t in torch.split(x, 5, 1))), picture, 12),
-    "split method": (lambda: Splits(lambda x: list(x.split(5, dim=1))), picture, 12),
-    "chunk in a comprehension": (lambda: Splits(lambda x: [t.relu() for t in x.chunk(3, 1)]), picture, 12),
-    "map over chunk": (lambda: Splits(lambda x: map(torch.relu, x.chunk(3, 1))), picture, 12),
-    "constant": (ExpandsConstant, lambda batch=2: floats(batch, 8), None),
-}
 
 
 def run(model: nn.Module, data) -> list[Tensor]:
@@ -319,3 +64,155 @@ def test_is_quantized(case):
         for got, want in zip(run(qmodel, each), run(model, each), strict=True):
             assert got.shape == want.shape
             assert (got - want).norm() < 0.3 * want.norm()
+
+
+def test_is_pickled_after_pruning(case):
+    """A graph is unpickled by tracing its code."""
+    model, data, inputs = case
+    small = sparsebit.prune(model, data(2), ratio=0.5)
+    again = pickle.loads(pickle.dumps(small))
+    for each in inputs:
+        assert_close(again, small, each, 1e-6)
+
+
+# -- what stays an island, because a graph would be wrong --------------------------------------------------
+class Base(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.run = nn.Linear(4, 4), run
+        self.register_buffer("table", torch.arange(24.0).reshape(6, 4))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def writes_constant(m, x):
+    total = torch.zeros(4)
+    total += x[0]
+    return m.fc(x) + total
+
+
+def writes_view(m, x):
+    part = m.table[: x.shape[0]]
+    part += x
+    return m.fc(x) + part
+
+
+def writes_slice(m, x):
+    m.table[: x.shape[0]] = x
+    return m.fc(x) + m.table.sum()
+
+
+def copies_into_view(m, x):
+    m.table[: x.shape[0]].unsqueeze(0).mul_(x)
+    return m.fc(x) + m.table.sum()
+
+
+def repeats(m, x):
+    for _ in range(int(x.shape[0] / 2)):
+        x = m.fc(x)
+    return x
+
+
+ROWS = torch.linspace(-1, 1, 20).reshape(5, 4)
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize(
+    "run",
+    [
+        writes_constant,
+        writes_view,
+        writes_slice,
+        copies_into_view,
+        repeats,
+        lambda m, x: torch.stack([m.fc(t) for t in x]),
+        lambda m, x: torch.cat([m.fc(t) for t in m.fc(x).split(2, 0)]),
+        lambda m, x: torch.cat([m.fc(t) for t in m.fc(x).split(4)]),  # one part of the example, two of more
+        lambda m, x: torch.cat([m.fc(t) for t in m.fc(x).split(400)]),  # or of very many
+        lambda m, x: torch.cat([m.fc(t) for t in (x + m.table[: x.shape[0]]).split(2)]),  # at most six rows
+        lambda m, x: sum(m.fc(t) for t in torch.split(x[:, :, None].transpose(1, 2), 1, 0)),
+    ],
+)
+def test_what_depends_on_sizes_or_leaves_something_behind_stays_an_island(run, example):
+    model = Base(run).eval()
+    gm = trace(model, LeafTracer(), ((ROWS[:3],), {}) if example else None)
+    assert list(gm.meta["islands"]) == [""]
+    for x in (ROWS[:3], ROWS, ROWS[:2]):
+        torch.testing.assert_close(gm(x), model(x))
+
+
+def reads_buffer(m, x):
+    if m.table is not None and m.table[0, 1].item() == 1 and m.table.shape[0] == 6:
+        x = x + int(m.table[1, 0])
+    return m.fc(x) + m.table[: x.shape[0]]
+
+
+def numbers(m, x):
+    rows = int(x.shape[0] / 1)
+    assert int("7") == 7 and isinstance(7, int) and not isinstance(7, float)
+    return m.fc(x).view(rows, -1) * float(x.shape[-1]) ** -0.5
+
+
+def ranks(m, x):
+    return m.fc(x) if len(x.shape) == 2 else x
+
+
+def rows_of_weights(m, x):
+    return sum(part * i for i, part in enumerate(m.fc(x).unbind(1)))
+
+
+@pytest.mark.parametrize("run", [reads_buffer, numbers, ranks, rows_of_weights])
+def test_what_the_model_decides_is_traced(run):
+    model = Base(run).eval()
+    gm = trace(model, LeafTracer(), ((ROWS[:3],), {}))
+    assert gm.meta["islands"] == {}
+    for x in (ROWS[:3], ROWS, ROWS[:1]):
+        torch.testing.assert_close(gm(x), model(x))
+
+
+def test_everything_is_as_it_was_after_a_trace(caplog):
+    getitem = torch.Tensor.__getitem__
+    trace(Base(numbers), LeafTracer(), ((ROWS,), {}))
+    trace(Base(lambda m, x: m.fc(x) + sum(x)), LeafTracer(), ((ROWS,), {}))
+    assert "int" not in globals() and "float" not in globals()
+    assert torch.Tensor.__getitem__ is getitem and torch.Tensor.expand is torch._C.TensorBase.expand
+    assert isinstance(torch.finfo, type) and nn.Module.__call__ is fx._symbolic_trace._orig_module_call
+    assert [r.name for r in caplog.records] == ["sparsebit"]  # the island, and nothing from torch
+
+
+def test_an_island_before_a_shape_keeps_its_state():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.steps += 1
+            return x * self.steps
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.counts, self.fc = Counts(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.counts(x)
+            return self.fc(x).view(*x.shape[:-1], 2, 2)
+
+    gm = trace(Net().eval(), LeafTracer(), None)
+    assert list(gm.meta["islands"]) == [""]  # the number of axes is not known
+    gm = trace(Net().eval(), LeafTracer(), ((ROWS,), {}))
+    assert list(gm.meta["islands"]) == ["counts"]
+    assert type(gm.counts.steps) is Tensor
+    before = float(gm.counts.steps)
+    gm(ROWS)
+    assert gm.counts.steps == before + 1
+
+
+def test_min_of_a_dtype_follows_the_dtype():
+    model = Base(lambda m, x: m.fc(x) + torch.finfo(x.dtype).min).eval()
+    gm = trace(model, LeafTracer(), ((ROWS,), {}))
+    assert gm.meta["islands"] == {}
+    assert gm.double()(ROWS.double()).max() < -1e300

@@ -6,7 +6,8 @@ Nothing is run before somebody asks. What does not run without numbers is unknow
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +17,11 @@ from torch.fx._symbolic_trace import _orig_module_call, _orig_module_getattr
 from torch.utils import _pytree as pytree
 
 UNKNOWN = object()
-Resize = Callable[[int, int], int]  # axis and size -> size
-OTHER_SIZES: tuple[Callable[[int], int], ...] = (lambda n: 2 * n, lambda n: n + 1, lambda n: max(1, n // 2))
+OTHER_SIZES: tuple[Callable[[int], int], ...] = (
+    *(lambda n: 16 * n, lambda n: 2 * n, lambda n: n + 1),
+    lambda n: n // 2,  # some take no more than the example has
+)
+Axes = frozenset[tuple[int, int]]  # which tensor of the inputs, and which of its axes
 
 
 class Lengths:
@@ -26,46 +30,63 @@ class Lengths:
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
         self.root, self.inputs = root, inputs
         self.shown = Shapes(root, inputs)
-        self.others: list[Shapes] | None = None
+        shapes = [list(t.shape) for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor)]
+        others = [[_resized(shapes, axes, f) for f in OTHER_SIZES] for axes in _together(shapes)]
+        self.others = [[new for new in group if new != shapes] for group in others]
+        self.resized: dict[str, Shapes] = {}
 
     def of(self, node: fx.Node) -> int | None:
-        value = self.shown.of(node)
-        length = _length(value)
-        if length is None or isinstance(value, torch.Size):  # the number of axes is what the example shows
-            return length
-        if self.others is None:
-            self.others = [Shapes(self.root, self.inputs, other) for other in _other_sizes(self.inputs)]
-        found = [_length(each.of(node)) for each in self.others]
-        known = [n for n in found if n is not None]  # sizes that the model does not take say nothing
-        return length if known and all(n == length for n in known) else None
+        measured = _measure(node, self.shown)
+        if measured is None or isinstance(self.shown.of(node), torch.Size):  # as many axes as the example has
+            return None if measured is None else measured[0]
+        found = [next(filter(None, (self._resized(node, s) for s in others)), None) for others in self.others]
+        known = [each for each in found if each is not None]  # sizes that the model does not take say nothing
+        return measured[0] if known and all(each == measured for each in known) else None
+
+    def _resized(self, node: fx.Node, shapes: list[list[int]]) -> tuple[int, int] | None:
+        key = str(shapes)
+        if key not in self.resized:
+            self.resized[key] = Shapes(self.root, self.inputs, shapes)
+        return _measure(node, self.resized[key])
 
 
-def _length(value: Any) -> int | None:
-    if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim()):
-        return len(value)
-    return None
+def _measure(node: fx.Node, shapes: Shapes) -> tuple[int, int] | None:
+    """How many items the value has; of `x.split(512, 1)` also what was split, which 512 may hide."""
+    value = shapes.of(node)
+    if isinstance(value, Tensor) and value.dim():
+        return len(value), 0
+    if not isinstance(value, (tuple, list)):
+        return None
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    split = node.target in (torch.split, "split") and all(isinstance(v, Tensor) for v in value)
+    return len(value), sum(v.shape[dim] for v in value) if split else 0
 
 
-def _other_sizes(inputs: Mapping[str, Any]) -> Iterator[Resize]:
-    """Inputs resized: all axes of one size together; all first axes, all second ones, ... together."""
-    shapes = [t.shape for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor)]
-    for other in OTHER_SIZES:
-        for n in sorted({size for shape in shapes for size in shape}):
-            yield lambda axis, size, n=n, other=other: other(size) if size == n else size
-        for i in range(max(map(len, shapes), default=0)):
-            yield lambda axis, size, i=i, other=other: other(size) if axis == i else size
+def _together(shapes: Sequence[Sequence[int]]) -> list[Axes]:
+    """Axes that may only change together: those of one size; the first ones, the second ones, ..."""
+    groups: dict[tuple[str, int], set[tuple[int, int]]] = {}
+    for i, shape in enumerate(shapes):
+        for axis, size in enumerate(shape):
+            groups.setdefault(("size", size), set()).add((i, axis))
+            groups.setdefault(("axis", axis), set()).add((i, axis))
+    return list(dict.fromkeys(map(frozenset, groups.values())))
+
+
+def _resized(shapes: Sequence[Sequence[int]], axes: Axes, other: Callable[[int], int]) -> list[list[int]]:
+    return [
+        [max(1, other(n)) if (i, axis) in axes else n for axis, n in enumerate(shape)]
+        for i, shape in enumerate(shapes)
+    ]
 
 
 class Shapes:
-    """The values of nodes on `inputs` (by name), or on inputs that are like them but resized."""
+    """The values of nodes on `inputs` (by name), or on inputs that are like them but for the shapes."""
 
-    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], resize: Resize = lambda axis, size: size):
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], shapes: Sequence[Sequence[int]] = ()):
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
 
-        def empty(t: Tensor) -> Tensor:
-            shape = [resize(axis, size) for axis, size in enumerate(t.shape)]
-            return torch.empty(shape, dtype=t.dtype, device=t.device)
-
+        others = iter(shapes)
+        empty = lambda t: torch.empty(tuple(next(others, t.shape)), dtype=t.dtype, device=t.device)
         self.root = root
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         with self.mode:
@@ -74,7 +95,7 @@ class Shapes:
 
     def of(self, node: fx.Node) -> Any:
         """The node's value, or UNKNOWN. All nodes before it run too, once: one may write to what it reads."""
-        with self.mode, torch.no_grad(), _modules_as_they_are():
+        with torch.no_grad(), _modules_as_they_are(), _silence():
             for each in node.graph.nodes:
                 if each not in self.values:
                     self.values[each] = self._run(each)
@@ -89,23 +110,37 @@ class Shapes:
             return UNKNOWN
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         try:
-            return self._call(node, args, kwargs)
+            function = self._function(node)
+            with self.mode:
+                return function(*args, **kwargs)
         except Exception:  # the user's code, without its numbers: whatever it says, the answer is "unknown"
             return UNKNOWN
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def _function(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return lambda first, *args, **kwargs: getattr(first, str(node.target))(*args, **kwargs)
         if node.op == "call_function":
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        found = self.root
+            return node.target  # type: ignore[return-value]
+        found: Any = self.root
         for name in str(node.target).split("."):
             found = getattr(found, name)
         if node.op == "get_attr":
+            return lambda: found
+        if type(found).__module__.startswith("torch.nn."):
             return found
-        if not type(found).__module__.startswith("torch.nn."):
-            found = copy.deepcopy(found)  # it may keep what it computes
-        return found(*args, **kwargs)
+        tensors = (*found.parameters(), *found.buffers())
+        return copy.deepcopy(found, {id(t): t for t in tensors})  # it may keep what it computes
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Torch logs each error with all its lines; here they are answers."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

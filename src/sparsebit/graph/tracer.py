@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,41 +20,18 @@ from torch import Tensor, fx, nn
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import only_outcome
 from sparsebit.graph.islands import Island, island
+from sparsebit.graph.ops import writes_input
+from sparsebit.graph.proxies import InplaceProxy
 from sparsebit.graph.recording import has_proxy, namespace_of_caller, recording
 from sparsebit.graph.shapes import Lengths
 
-
-class InplaceProxy(fx.Proxy):
-    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-    def __len__(self) -> int:
-        length = self.tracer.length(self)
-        return int(super().__len__()) if length is None else length
-
-    def __add__(self, other: Any) -> Any:
-        """`x.shape[:-1] + (4, 16)` is a tuple: some of its sizes may change, others not."""
-        known = isinstance(other, tuple) and self.tracer.length(self) is not None
-        return (*self, *other) if known else super().__add__(other)
-
-    def __radd__(self, other: Any) -> Any:
-        known = isinstance(other, tuple) and self.tracer.length(self) is not None
-        return (*other, *self) if known else super().__radd__(other)
-
-    def __int__(self) -> int:
-        self.tracer.to_number(self)
-
-    __float__ = __int__
-
-
-def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
-
-
-for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
-    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))
+VIEWS = frozenset(  # calls whose result may be the memory of their first argument
+    (
+        *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "float", "getattr", "getitem"),
+        *("narrow", "permute", "reshape", "select", "split", "squeeze", "t", "to", "transpose", "type_as"),
+        *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
+    )
+)
 
 
 class LeafTracer(fx.Tracer):
@@ -128,7 +105,15 @@ class LeafTracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
         if not torch.is_grad_enabled():
             proxy.node.meta["no_grad"] = True
+        if writes_input(proxy.node, self.root):
+            self._refuse_if_kept(_written(proxy.node))
         return proxy
+
+    def _refuse_if_kept(self, name: str | None) -> None:
+        """A constant of the graph would be written to again and again; a buffer is state, see State. Parameters
+        are named in the graph: what writes to them is a step of it."""
+        if name is not None and name not in dict(self.root.named_parameters(remove_duplicate=False)):
+            raise TraceError(f"forward writes to {name}, which the next forward would read")
 
     def _is_users(self, target: Any) -> bool:
         """A function marked with torch.fx.wrap; often only because of an `if`, and full of layers."""
@@ -172,12 +157,12 @@ class LeafTracer(fx.Tracer):
     def prepared_torch(self) -> AbstractContextManager[None]:
         return recording(self, self.namespaces)
 
-    def to_number(self, obj: fx.Proxy) -> NoReturn:
+    def no_number(self) -> TraceError:
         """`int(x.shape[0] / 4)` cannot return a proxy; the next trace knows where it was written, and records it."""
         namespace = namespace_of_caller()
         if namespace is not None and not any(known is namespace for known in self.namespaces):
             self.namespaces.append(namespace)
-        raise TraceError("int() and float() of a value that depends on the input")
+        return TraceError("int() and float() of a value that depends on the input")
 
     # -- inputs and outputs --------------------------------------------------------------------------
     def create_args_for_root(
@@ -263,10 +248,21 @@ def forward_owner(cls: type) -> type:
     return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)
 
 
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _parts(node: fx.Node) -> int | None:
     """Into how many parts a split or chunk cuts, where the call says so."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
-    if name == "chunk" and isinstance(said, int):
+    if _name(node) == "chunk" and isinstance(said, int):
         return said
-    return len(said) if name == "split" and isinstance(said, (list, tuple)) else None
+    return len(said) if _name(node) == "split" and isinstance(said, (list, tuple)) else None
+
+
+def _written(node: fx.Node) -> str | None:
+    """The tensor of the model, or the constant, that an in-place call changes; None if it is another value."""
+    found: Any = node.kwargs.get("out") or (node.args or [node.kwargs.get("input")])[0]
+    while isinstance(found, fx.Node) and found.args and _name(found) in VIEWS:
+        found = found.args[0]
+    return str(found.target) if isinstance(found, fx.Node) and found.op == "get_attr" else None
