@@ -31,7 +31,7 @@ INPLACE_OPERATORS = {  # `y = x; y += 1; return x` changes x
 }
 
 
-def module_of(node: fx.Node, gm: fx.GraphModule) -> nn.Module:
+def module_of(node: fx.Node, gm: nn.Module) -> nn.Module:
     """The module that a `call_module` node calls."""
     if node.op != "call_module":
         raise GraphError(
@@ -73,7 +73,7 @@ def module_calls(gm: fx.GraphModule) -> Counter[str]:
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
 
 
-def writes_input(node: fx.Node, gm: fx.GraphModule) -> bool:
+def writes_input(node: fx.Node, gm: nn.Module) -> bool:
     """Does the call write into its first argument? `relu_`, `inplace=True` in any form, `+=`, `x[i] = y`."""
     if node.op == "call_module":
         return getattr(module_of(node, gm), "inplace", False) is True

@@ -46,6 +46,7 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     signature = inspect.signature(model.forward)
     inputs = _inputs(signature, example)
     tracer.inputs = {k: v for k, v in inputs.items() if type(v) not in (int, float)}  # numbers stay inputs
+    tracer.example = {} if example is None else inputs
     copied, graph = _trace_around_islands(model, tracer)
     if tracer.islands and len(tracer.inputs) < len(inputs):  # unless control flow needs them
         tracer.inputs, tracer.islands = inputs, {}
@@ -72,7 +73,7 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
 def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Module, fx.Graph | None]:
     """Trace until no new island turns up: the last run is clean of half-traced ones. None: the root is one."""
     while True:
-        known = len(tracer.islands)
+        known, recorded = dict(tracer.islands), len(tracer.namespaces)
         copied = own_copy(model)
         if tracer.is_leaf_module(copied, "") and not isinstance(copied, (nn.ModuleList, nn.ModuleDict)):
             copied = nn.Sequential(copied).train(copied.training)  # a single layer is a network too
@@ -83,8 +84,11 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
             state.settle()
         except Exception as error:
             tracer.islands[""] = island("", error)
+        if len(tracer.namespaces) > recorded:  # what stopped this trace is recorded from now on
+            tracer.islands = known
+        elif "" in tracer.islands:
             return own_copy(model), None
-        if len(tracer.islands) == known:
+        elif len(tracer.islands) == len(known):
             bracket_no_grad(graph)
             for node in graph.nodes:  # torch.fx.wrap would be called again, on names that are no functions
                 node.meta.pop("is_wrapped", None)

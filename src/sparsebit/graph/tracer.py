@@ -6,43 +6,32 @@ inputs apart as the example shows them, and remembers `no_grad` blocks.
 
 from __future__ import annotations
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import CheckpointFunction
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import only_outcome
 from sparsebit.graph.islands import Island, island
+from sparsebit.graph.ops import writes_input
+from sparsebit.graph.proxies import InplaceProxy
+from sparsebit.graph.recording import has_proxy, namespace_of_caller, recording
+from sparsebit.graph.shapes import Lengths
 
-FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
-
-
-class InplaceProxy(fx.Proxy):
-    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
-
-    def __len__(self) -> int:
-        parts = _parts(self.node)
-        return int(super().__len__()) if parts is None else parts
-
-
-def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
-
-
-for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
-    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))
+VIEWS = frozenset(  # calls whose result may be the memory of their first argument
+    (
+        *("chunk", "contiguous", "detach", "expand", "expand_as", "flatten", "float", "getattr", "getitem"),
+        *("narrow", "permute", "reshape", "select", "split", "squeeze", "t", "to", "transpose", "type_as"),
+        *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
+    )
+)
 
 
 class LeafTracer(fx.Tracer):
@@ -61,6 +50,9 @@ class LeafTracer(fx.Tracer):
         self.is_known = is_known
         self.islands: dict[str, Island] = {}
         self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
+        self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
+        self.lengths: Lengths | None = None
+        self.namespaces: list[dict[str, Any]] = []  # globals of code that calls int or float on sizes
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return InplaceProxy(node, self)
@@ -113,7 +105,15 @@ class LeafTracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
         if not torch.is_grad_enabled():
             proxy.node.meta["no_grad"] = True
+        if writes_input(proxy.node, self.root):
+            self._refuse_if_kept(_written(proxy.node))
         return proxy
+
+    def _refuse_if_kept(self, name: str | None) -> None:
+        """A constant of the graph would be written to again and again; a buffer is state, see State. Parameters
+        are named in the graph: what writes to them is a step of it."""
+        if name is not None and name not in dict(self.root.named_parameters(remove_duplicate=False)):
+            raise TraceError(f"forward writes to {name}, which the next forward would read")
 
     def _is_users(self, target: Any) -> bool:
         """A function marked with torch.fx.wrap; often only because of an `if`, and full of layers."""
@@ -138,42 +138,37 @@ class LeafTracer(fx.Tracer):
         return super().to_bool(obj) if outcome is None else outcome
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """`list(x.chunk(2, 1))`: how many parts there are is written in the call."""
-        parts = _parts(obj.node)
-        if parts is None:
+        """`list(x.chunk(2, 1))`, `(*x.shape[:-1], 4)`"""
+        length = self.length(obj)
+        if length is None:
             return super().iter(obj)
         return iter(
-            [self.create_proxy("call_function", operator.getitem, (obj, i), {}) for i in range(parts)]
+            [self.create_proxy("call_function", operator.getitem, (obj, i), {}) for i in range(length)]
         )
 
-    @contextmanager
-    def prepared_torch(self) -> Iterator[None]:
-        """torch.arange(x.shape[1]) has no tensor among its arguments: torch.fx alone would miss it. And a part
-        under torch.utils.checkpoint computes what it computes."""
-        saved = {name: getattr(torch, name) for name in FACTORIES}
-        for name, function in saved.items():
-            setattr(torch, name, self._factory(function))
-        CheckpointFunction.apply = lambda function, preserve_rng, *args: function(*args)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del CheckpointFunction.apply  # the inherited one shows again
-            for name, function in saved.items():
-                setattr(torch, name, function)
+    def length(self, obj: fx.Proxy) -> int | None:
+        """How many items there are: written in the call, or seen on the example if sizes do not change it."""
+        parts = _parts(obj.node)
+        if parts is None and self.example:
+            self.lengths = self.lengths or Lengths(self.root, self.example)
+            parts = self.lengths.of(obj.node)
+        return parts
 
-    def _factory(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if has_proxy((args, kwargs)):
-                return self.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
+    def prepared_torch(self) -> AbstractContextManager[None]:
+        return recording(self, self.namespaces)
 
-        return call
+    def no_number(self) -> TraceError:
+        """`int(x.shape[0] / 4)` cannot return a proxy; the next trace knows where it was written, and records it."""
+        namespace = namespace_of_caller()
+        if namespace is not None and not any(known is namespace for known in self.namespaces):
+            self.namespaces.append(namespace)
+        return TraceError("int() and float() of a value that depends on the input")
 
     # -- inputs and outputs --------------------------------------------------------------------------
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
+        self.lengths = None  # of another graph
         root_fn, args = super().create_args_for_root(root_fn, is_module)
         for i, proxy in enumerate(args):
             name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
@@ -223,12 +218,6 @@ def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     return values if type(example) is dict else type(example)(values)  # type: ignore[call-arg]
 
 
-def has_proxy(value: Any) -> bool:
-    found: list[Any] = []
-    fx.node.map_aggregate(value, lambda v: found.append(v) if isinstance(v, fx.Proxy) else None)
-    return bool(found)
-
-
 class State:
     """What a module holds besides its layers, before its forward is traced."""
 
@@ -259,10 +248,21 @@ def forward_owner(cls: type) -> type:
     return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)
 
 
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def _parts(node: fx.Node) -> int | None:
     """Into how many parts a split or chunk cuts, where the call says so."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
-    if name == "chunk" and isinstance(said, int):
+    if _name(node) == "chunk" and isinstance(said, int):
         return said
-    return len(said) if name == "split" and isinstance(said, (list, tuple)) else None
+    return len(said) if _name(node) == "split" and isinstance(said, (list, tuple)) else None
+
+
+def _written(node: fx.Node) -> str | None:
+    """The tensor of the model, or the constant, that an in-place call changes; None if it is another value."""
+    found: Any = node.kwargs.get("out") or (node.args or [node.kwargs.get("input")])[0]
+    while isinstance(found, fx.Node) and found.args and _name(found) in VIEWS:
+        found = found.args[0]
+    return str(found.target) if isinstance(found, fx.Node) and found.op == "get_attr" else None

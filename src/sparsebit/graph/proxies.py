@@ -1,0 +1,53 @@
+"""What stands for a value while a model is traced."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import fx
+
+
+class InplaceProxy(fx.Proxy):
+    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
+
+    tracer: Any  # a LeafTracer
+
+    def __getattr__(self, k: str) -> fx.proxy.Attribute:
+        return InplaceAttribute(self, k)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __len__(self) -> int:
+        length = self.tracer.length(self)
+        return int(super().__len__()) if length is None else length
+
+    def __add__(self, other: Any) -> Any:
+        """`x.shape[:-1] + (4, 16)` is a tuple: some of its sizes may change, others not."""
+        if isinstance(other, tuple) and self.tracer.length(self) is not None:
+            return (*self, *other)
+        return self.tracer.create_proxy("call_function", operator.add, (self, other), {})
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, tuple) and self.tracer.length(self) is not None:
+            return (*other, *self)
+        return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
+
+    def __int__(self) -> NoReturn:
+        raise self.tracer.no_number()
+
+    __float__ = __int__
+
+
+class InplaceAttribute(fx.proxy.Attribute, InplaceProxy):
+    """`x.shape`, or `x.view` before it is called."""
+
+
+def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    return lambda self, other: self.tracer.create_proxy("call_function", write, (self, other), {})
+
+
+for _name in ("add", "floordiv", "matmul", "mod", "mul", "pow", "sub", "truediv"):
+    setattr(InplaceProxy, f"__i{_name}__", _recorded(getattr(operator, f"i{_name}")))

@@ -1,0 +1,154 @@
+"""What the nodes of a graph compute on the example, while it is being traced: shapes and dtypes, no numbers.
+
+Nothing is run before somebody asks. What does not run without numbers is unknown.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx._symbolic_trace import _orig_module_call, _orig_module_getattr
+from torch.utils import _pytree as pytree
+
+UNKNOWN = object()
+OTHER_SIZES: tuple[Callable[[int], int], ...] = (
+    *(lambda n: 16 * n, lambda n: 2 * n, lambda n: n + 1),
+    lambda n: n // 2,  # some take no more than the example has
+)
+Axes = frozenset[tuple[int, int]]  # which tensor of the inputs, and which of its axes
+
+
+class Lengths:
+    """How many items the values of nodes have, where that does not depend on the sizes of the inputs."""
+
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
+        self.root, self.inputs = root, inputs
+        self.shown = Shapes(root, inputs)
+        shapes = [list(t.shape) for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor)]
+        others = [[_resized(shapes, axes, f) for f in OTHER_SIZES] for axes in _together(shapes)]
+        self.others = [[new for new in group if new != shapes] for group in others]
+        self.resized: dict[str, Shapes] = {}
+
+    def of(self, node: fx.Node) -> int | None:
+        measured = _measure(node, self.shown)
+        if measured is None or isinstance(self.shown.of(node), torch.Size):  # as many axes as the example has
+            return None if measured is None else measured[0]
+        found = [next(filter(None, (self._resized(node, s) for s in others)), None) for others in self.others]
+        known = [each for each in found if each is not None]  # sizes that the model does not take say nothing
+        return measured[0] if known and all(each == measured for each in known) else None
+
+    def _resized(self, node: fx.Node, shapes: list[list[int]]) -> tuple[int, int] | None:
+        key = str(shapes)
+        if key not in self.resized:
+            self.resized[key] = Shapes(self.root, self.inputs, shapes)
+        return _measure(node, self.resized[key])
+
+
+def _measure(node: fx.Node, shapes: Shapes) -> tuple[int, int] | None:
+    """How many items the value has; of `x.split(512, 1)` also what was split, which 512 may hide."""
+    value = shapes.of(node)
+    if isinstance(value, Tensor) and value.dim():
+        return len(value), 0
+    if not isinstance(value, (tuple, list)):
+        return None
+    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    split = node.target in (torch.split, "split") and all(isinstance(v, Tensor) for v in value)
+    return len(value), sum(v.shape[dim] for v in value) if split else 0
+
+
+def _together(shapes: Sequence[Sequence[int]]) -> list[Axes]:
+    """Axes that may only change together: those of one size; the first ones, the second ones, ..."""
+    groups: dict[tuple[str, int], set[tuple[int, int]]] = {}
+    for i, shape in enumerate(shapes):
+        for axis, size in enumerate(shape):
+            groups.setdefault(("size", size), set()).add((i, axis))
+            groups.setdefault(("axis", axis), set()).add((i, axis))
+    return list(dict.fromkeys(map(frozenset, groups.values())))
+
+
+def _resized(shapes: Sequence[Sequence[int]], axes: Axes, other: Callable[[int], int]) -> list[list[int]]:
+    return [
+        [max(1, other(n)) if (i, axis) in axes else n for axis, n in enumerate(shape)]
+        for i, shape in enumerate(shapes)
+    ]
+
+
+class Shapes:
+    """The values of nodes on `inputs` (by name), or on inputs that are like them but for the shapes."""
+
+    def __init__(self, root: nn.Module, inputs: Mapping[str, Any], shapes: Sequence[Sequence[int]] = ()):
+        from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
+
+        others = iter(shapes)
+        empty = lambda t: torch.empty(tuple(next(others, t.shape)), dtype=t.dtype, device=t.device)
+        self.root = root
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with self.mode:
+            self.inputs = pytree.tree_map_only(Tensor, empty, dict(inputs))
+        self.values: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """The node's value, or UNKNOWN. All nodes before it run too, once: one may write to what it reads."""
+        with torch.no_grad(), _modules_as_they_are(), _silence():
+            for each in node.graph.nodes:
+                if each not in self.values:
+                    self.values[each] = self._run(each)
+                if each is node:
+                    break
+        return self.values[node]
+
+    def _run(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.inputs.get(str(node.target).lstrip("*"), UNKNOWN)
+        if any(self.values.get(source, UNKNOWN) is UNKNOWN for source in node.all_input_nodes):
+            return UNKNOWN
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        try:
+            function = self._function(node)
+            with self.mode:
+                return function(*args, **kwargs)
+        except Exception:  # the user's code, without its numbers: whatever it says, the answer is "unknown"
+            return UNKNOWN
+
+    def _function(self, node: fx.Node) -> Callable[..., Any]:
+        if node.op == "call_method":
+            return lambda first, *args, **kwargs: getattr(first, str(node.target))(*args, **kwargs)
+        if node.op == "call_function":
+            return node.target  # type: ignore[return-value]
+        found: Any = self.root
+        for name in str(node.target).split("."):
+            found = getattr(found, name)
+        if node.op == "get_attr":
+            return lambda: found
+        if type(found).__module__.startswith("torch.nn."):
+            return found
+        tensors = (*found.parameters(), *found.buffers())
+        return copy.deepcopy(found, {id(t): t for t in tensors})  # it may keep what it computes
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Torch logs each error with all its lines; here they are answers."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _modules_as_they_are() -> Iterator[None]:
+    """During a trace, calls of modules and reads of their parameters are recorded."""
+    call, read = nn.Module.__call__, nn.Module.__getattr__
+    nn.Module.__call__, nn.Module.__getattr__ = _orig_module_call, _orig_module_getattr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__, nn.Module.__getattr__ = call, read  # type: ignore[method-assign]
