@@ -86,13 +86,12 @@ def prune(
     sparser   what decides: l1norm (if nothing is said), l2norm, fpgm, lamp, slimming, random; with data: hrank,
               wanda; with data and a loss: taylor, fisher.
     batches   for those: inputs, or (inputs, target), where inputs may be a dict of keyword arguments;
-              loss(output, target), cross entropy if nothing is said.
+              loss(output, target) is cross entropy if nothing is said.
     scope     "layer" (the default): the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
     heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
-    merge     residual blocks first go into the one behind them, side by side: less depth, the same channels. So many,
-              those that `batches` show to change least, narrow ones before others; "auto": pairs that are too narrow
-              to get faster by losing half of their channels; or names.
+    merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
+              to change least; "auto": pairs that are too narrow to get faster with half of their channels; or names.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least; or names.
     config    a SparseConfig, YAML path or mapping; sparser, scope, round_to, heads and ratio go before what it says.

@@ -14,6 +14,19 @@ from sparsebit.cli.output import InputError, show
 from sparsebit.cli.progress import start, status
 
 
+Ratio = Annotated[float | None, typer.Option(help="the share of channels that goes")]
+Macs = Annotated[float | None, typer.Option(help="the share of multiplications that stays")]
+Params = Annotated[float | None, typer.Option(help="the share of parameters that stays")]
+SparserName = Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")]
+RoundTo = Annotated[int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")]
+Scope = Annotated[str, typer.Option(help="layer: the same share of each; global: of all together")]
+Heads = Annotated[str, typer.Option(help="of attention: whole ones go, or the same dimension of each")]
+Merge = Annotated[
+    str, typer.Option(help="residual blocks that first go into the next one: auto, how many, or a,b,c")
+]
+Depth = Annotated[str, typer.Option(help="residual branches that become a linear layer: how many, or a,b,c")]
+
+
 @app.command(epilog="Example: sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
 def prune(
     model: options.Model,
@@ -23,27 +36,15 @@ def prune(
     input_shape: options.InputShape = None,
     batch_size: options.BatchSize = 8,
     samples: options.Samples = 256,
-    ratio: Annotated[float | None, typer.Option(help="the share of channels that goes")] = None,
-    macs: Annotated[float | None, typer.Option(help="the share of multiplications that stays")] = None,
-    params: Annotated[float | None, typer.Option(help="the share of parameters that stays")] = None,
-    sparser: Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")] = "l1norm",
-    round_to: Annotated[
-        int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")
-    ] = 1,
-    scope: Annotated[
-        str, typer.Option(help="layer: the same share of each; global: of all together")
-    ] = "layer",
-    heads: Annotated[
-        str, typer.Option(help="of attention: whole ones go, or the same dimension of each")
-    ] = "whole",
-    merge: Annotated[
-        str,
-        typer.Option(help="residual blocks that first go into the next one: auto, how many, or a,b,c"),
-    ] = "0",
-    depth: Annotated[
-        str,
-        typer.Option(help="residual branches that become a linear layer: how many, or a,b,c"),
-    ] = "0",
+    ratio: Ratio = None,
+    macs: Macs = None,
+    params: Params = None,
+    sparser: SparserName = "l1norm",
+    round_to: RoundTo = 1,
+    scope: Scope = "layer",
+    heads: Heads = "whole",
+    merge: Merge = "0",
+    depth: Depth = "0",
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
     metric: options.Metric = None,
@@ -58,14 +59,14 @@ def prune(
     from sparsebit.cli.run import check_output, running
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
-    how: dict[str, Any] = {
-        "ratio": ratio,
-        "macs": macs,
-        "params": params,
-        "sparser": sparser,
+    how: dict[str, Any] = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
+    how |= {
         "round_to": round_to,
+        "scope": scope,
+        "heads": heads,
+        "merge": _blocks(merge),
+        "depth": _blocks(depth),
     }
-    how |= {"scope": scope, "heads": heads, "merge": _blocks(merge), "depth": _blocks(depth)}
     asked = {**how, "metric": metric and absolute(metric)}
     check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
     start()
