@@ -13,7 +13,6 @@ from sparsebit.cli.inputs import Inputs, example_of
 from sparsebit.cli.output import InputError, show
 from sparsebit.cli.progress import start, status
 
-
 Ratio = Annotated[float | None, typer.Option(help="the share of channels that goes")]
 Macs = Annotated[float | None, typer.Option(help="the share of multiplications that stays")]
 Params = Annotated[float | None, typer.Option(help="the share of parameters that stays")]
@@ -75,14 +74,7 @@ def prune(
     net, batches = inputs.load()
     _check_model(model, net)
     with running(output, "prune", inputs, asked, resume) as run:
-        if run.done("prune"):
-            small = work.load_pruned(run, net, batches)
-        else:
-            with run.step("prune") as facts:
-                small = _cut(net, batches, how, data is not None)
-                work.save_pruned(run, small)
-                with status("counting"):
-                    facts.update(_costs(net, small, batches[0]))
+        small = _pruned(run, net, batches, how, data is not None)
         exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
         compare.compare(run, net, small, batches, output / work.ONNX, metric)
         work.refresh_report(output)
@@ -95,6 +87,19 @@ def prune(
     }
     show(result, _text(result, small), json)
     return 0 if result["ok"] else 1
+
+
+def _pruned(run: Any, net: Any, batches: list[Any], how: dict[str, Any], with_data: bool) -> Any:
+    from sparsebit.cli import work
+
+    if run.done("prune"):
+        return work.load_pruned(run, net, batches)
+    with run.step("prune") as facts:
+        small = _cut(net, batches, how, with_data)
+        work.save_pruned(run, small)
+        with status("counting"):
+            facts.update(_costs(net, small, batches[0]))
+    return small
 
 
 def _blocks(text: str) -> int | str | list[str]:
