@@ -69,9 +69,24 @@ class _Sizes:
     def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:
         return self.known(_argument(old, place, name, default))
 
+    def shapes(self, old: fx.Node) -> tuple[list[int], list[int]]:
+        """Of the first argument: now, and before."""
+        labels, walk, source = self.first(old), self.cut.walk, old.args[0] if old.args else None
+        if isinstance(labels, Tensor):
+            return self.cut.shape(labels), [*labels.shape]
+        if (
+            not isinstance(source, fx.Node)
+            or source.op != "get_attr"
+            or not isinstance(walk.values[source], Tensor)
+        ):
+            return [], []
+        before = [*walk.values[source].shape]  # a weight: slices know its axes
+        parts = [walk.known(str(source.target), axis) for axis in range(len(before))]
+        return [int(self.cut.keeps(p.labels).sum()) if p else n for p, n in zip(parts, before)], before
+
     def on_small(self, old: fx.Node) -> Any:
         """What the call says of its first argument as it is now."""
-        small = torch.empty(self.cut.shape(self.first(old)), device="meta")
+        small = torch.empty(self.shapes(old)[0], device="meta")
         args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
         op: Any = getattr(torch.Tensor, str(old.target)) if old.op == "call_method" else old.target
         return op(small, *args, **kwargs)
@@ -108,11 +123,11 @@ class _Sizes:
     # -- reads -----------------------------------------------------------------------------------------
     def restore(self, node: fx.Node, old: fx.Node) -> None:
         """Users of a size that shrank get what it was."""
-        before, labels = self.cut.walk.values[old], self.first(old)
+        before = self.cut.walk.values[old]
         if _name(node) == "numel" and any(isinstance(v, torch.Size) for v in self.known(old.args)):
             node.op, node.target = "call_function", math.prod  # of a tuple, by now
         asked = old.args[1] if old.target is getattr else _name(old)
-        if asked not in SIZES or not isinstance(labels, Tensor) or self.cut.shape(labels) == [*labels.shape]:
+        if asked not in SIZES or operator.eq(*self.shapes(old)):
             return
         now, users = self.on_small(old), list(node.users)
         if isinstance(before, int):
