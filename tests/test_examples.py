@@ -80,7 +80,9 @@ def test_qat_cifar10(example, config):
 def test_qat_imagenet(example):
     quick = ["--samples", "200", "--epochs", "3", "--more-epochs", "2"]
     results = example(f"{QAT}/imagenet1k/basecase/main.py")["main"](quick)
-    assert results["trained"] >= results["calibrated"] and results["trained"] > 30  # chance: 10
+    assert (
+        results["trained"] >= results["calibrated"] and results["trained"] > 20
+    )  # chance: 10; 28 to 40 by CPU
 
 
 def test_qat_deit(example):
