@@ -80,9 +80,7 @@ def test_qat_cifar10(example, config):
 def test_qat_imagenet(example):
     quick = ["--samples", "200", "--epochs", "3", "--more-epochs", "2"]
     results = example(f"{QAT}/imagenet1k/basecase/main.py")["main"](quick)
-    assert (
-        results["trained"] >= results["calibrated"] and results["trained"] > 20
-    )  # chance: 10; CPUs differ
+    assert results["trained"] >= results["calibrated"] and results["trained"] > 20  # chance: 10; CPUs differ
 
 
 def test_qat_deit(example):
