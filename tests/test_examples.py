@@ -80,7 +80,8 @@ def test_qat_cifar10(example, config):
 def test_qat_imagenet(example):
     quick = ["--samples", "200", "--epochs", "3", "--more-epochs", "2"]
     results = example(f"{QAT}/imagenet1k/basecase/main.py")["main"](quick)
-    assert results["trained"] >= results["calibrated"] and results["trained"] > 20  # chance: 10; CPUs differ
+    least = 30 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 20  # 28 with AVX2; chance: 10
+    assert results["trained"] >= results["calibrated"] and results["trained"] > least
 
 
 def test_qat_deit(example):
