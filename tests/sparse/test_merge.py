@@ -17,9 +17,9 @@ from models import randomise
 from sparsebit.errors import ConfigError
 from sparsebit.sparse import merge
 from sparsebit.sparse.costs import macs
+from sparsebit.sparse.least_squares import DAMPING
 from sparsebit.sparse.merging import _side_by_side, find_pairs
 from sparsebit.sparse.prune import call_of, traced, walk_of
-from sparsebit.sparse.stand_in import DAMPING
 
 
 class Net(nn.Module):

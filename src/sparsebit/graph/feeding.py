@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -33,6 +34,13 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     if not count:
         raise CalibrationError("no calibration data: `batches` is empty; a few dozen samples are enough")
     return count
+
+
+def own_call(args: Any, kwargs: Mapping[str, Any]) -> Call:
+    """A copy for a forward that may write into its inputs; of a slice of a large tensor, only the slice."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
+    copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors}
+    return copy.deepcopy(tuple(args), copies), copy.deepcopy(dict(kwargs), copies)
 
 
 def signature_of(model: Any) -> inspect.Signature:

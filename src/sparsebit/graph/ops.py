@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from sparsebit.errors import GraphError
 
+ADDS = {operator.add, operator.iadd, torch.add, torch.Tensor.add, torch.Tensor.add_}
 INPLACE_OPERATORS = {  # `y = x; y += 1; return x` changes x
     getattr(operator, f"i{name}"): getattr(operator, name)
     for name in (

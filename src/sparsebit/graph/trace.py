@@ -22,6 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
+from sparsebit.graph.feeding import own_call
 from sparsebit.graph.islands import Island, Whole, as_one_node, island
 from sparsebit.graph.no_grad import bracket_no_grad
 from sparsebit.graph.tracer import LeafTracer, State, forward_owner
@@ -121,7 +122,11 @@ def _disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) ->
     """The graph's output against the model's, on the example."""
     if example is None:
         return None
-    run = lambda m: pytree.tree_leaves(m(*copy.deepcopy(example[0]), **copy.deepcopy(dict(example[1]))))
+
+    def run(m: nn.Module) -> list[Any]:
+        args, kwargs = own_call(*example)
+        return pytree.tree_leaves(m(*args, **kwargs))
+
     with _eval(model), _eval(gm):
         try:
             expected = run(model)

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.ops import op_of
+from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.closeness import Batches, errors_of, values_at
 from sparsebit.sparse.costs import PerNode
+from sparsebit.sparse.least_squares import Layer, solve
 from sparsebit.sparse.one_by_one import one_by_one
 from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.running import Call
-from sparsebit.sparse.sparse_model import ADDS
-from sparsebit.sparse.stand_in import rows, solve, stand_in
+from sparsebit.sparse.stand_in import rows, stand_in
 
 log = logging.getLogger("sparsebit")
 
@@ -106,7 +106,7 @@ def _fit(
             x, y = torch.cat([x, torch.ones_like(x[:, :1])], 1), y - x
             moments[i] = moments[i] + x.T @ torch.cat([x, y], 1)
     for branch, moment, layer in zip(tried, moments, layers):
-        solve(moment, branch.size, *layer)
+        solve(moment, branch.size, Layer(*layer))
 
 
 # -- the graph -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.feeding import own_call
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.rewrite import remove_unread_tensors, remove_unused_modules
 from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
@@ -82,8 +83,8 @@ def _same(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
 
 
 def _agree(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
-    run = lambda m: pytree.tree_leaves(m(*copy.deepcopy(example[0]), **copy.deepcopy(dict(example[1]))))
-    got, want = run(opened), run(gm)
+    calls = [(m, own_call(*example)) for m in (opened, gm)]
+    got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m, (args, kwargs) in calls)
     pairs = [(a, b) for a, b in zip(got, want) if isinstance(b, Tensor)]
     return len(got) == len(want) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs

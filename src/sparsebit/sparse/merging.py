@@ -18,19 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import module_calls, module_of, op_of
+from sparsebit.graph.ops import ADDS, module_calls, module_of, op_of
 from sparsebit.sparse.closeness import Batches, errors_of, values_at
 from sparsebit.sparse.depth import common_path, distinct
+from sparsebit.sparse.least_squares import Layer, moment, solve
 from sparsebit.sparse.one_by_one import Wanted, one_by_one
 from sparsebit.sparse.running import Call
-from sparsebit.sparse.sparse_model import ADDS
-from sparsebit.sparse.stand_in import solve
 
 log = logging.getLogger("sparsebit")
 
 BLOCK = 16  # channels that a kernel takes at a time, with AVX-512
-PIECE = 1 << 24  # unfolded numbers at a time
-ROWS = 16  # positions of a piece that are looked at, for every weight of a filter: far more than there are unknowns
+ROWS = 16  # positions of a batch that are looked at, for every weight of a filter: far more than there are unknowns
 ACTIVATIONS: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity),
     *(F.relu, F.relu_, F.relu6, F.gelu, F.silu, F.hardswish, F.leaky_relu, F.elu, F.mish),
@@ -255,27 +253,13 @@ def _fit(whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair],
             read, kept = pair.stays.nodes[pair.stays.last - 1].name, pair.goes.kept.name
             seen = values_at(trial, {read, kept}, call)
             lacks = wanted[pair.stays.add.name] - seen[kept]
-            moments[i] = moments[i] + _moment(seen[read], lacks, _last_conv(trial, pair), draw)
-    for trial, pair, moment in zip(trials, pairs, moments):
+            moments[i] = moments[i] + moment(Layer(_last_conv(trial, pair)), seen[read], lacks, ROWS, draw)
+    for trial, pair, sums in zip(trials, pairs, moments):
         conv = _last_conv(trial, pair)
         norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
         size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
-        solve(moment, size, conv, *norms)
+        solve(sums, size, Layer(conv, *norms))
 
 
 def _last_conv(gm: fx.GraphModule, pair: Pair) -> Any:
     return gm.get_submodule(str(pair.stays.nodes[pair.stays.last].target))
-
-
-def _moment(read: Tensor, lacks: Tensor, conv: Any, draw: torch.Generator) -> Any:
-    """Sums over x' [x' y]: x is what a filter reads at a position, and a one; y what is wanted there."""
-    found: Any = 0.0
-    step = max(1, PIECE // (read[0].numel() * conv.kernel_size[0] * conv.kernel_size[1]))
-    for x, y in zip(read.split(step), lacks.split(step)):
-        x = F.unfold(x.float(), conv.kernel_size, conv.dilation, conv.padding)  # image, weight, position
-        images, weights, places = x.shape
-        some = torch.randperm(images * places, generator=draw)[: ROWS * weights].to(x.device)
-        x, y = (v.movedim(1, 2)[some // places, some % places].double() for v in (x, y.flatten(2)))
-        x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
-        found = found + x.T @ torch.cat([x, y], 1)
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import ConfigError, SparsebitError
+from sparsebit.graph.feeding import own_call
 from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace
 from sparsebit.sparse.channels import Walk
@@ -101,7 +101,7 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
 
 
 def _run(model: nn.Module, example: Call) -> Any:
-    args, kwargs = copy.deepcopy((example[0], dict(example[1])))  # a forward may write into its inputs
+    args, kwargs = own_call(*example)
     return model(*args, **kwargs)
 
 
@@ -207,11 +207,10 @@ def prune(
     smodel.calc_params(**given, progress=progress)
     if batches is not None and smodel.cfg.sparser.refit:
         if isinstance(batches, Iterator):
-            log.info(
-                "batches is a generator and used up: batch norms are not re-estimated; pass a list or a loader"
-            )
+            log.info("batches is a generator and used up: layers are not refit; pass a list or a loader")
         else:
             smodel.tune_batchnorm(batches, progress)
+            smodel.refit(batches, whole, progress)
     small = smodel.compact()
     vars(getattr(small, "pruning_plan", Plan())).update(done)  # single weights have none
     return small

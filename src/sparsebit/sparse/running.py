@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from sparsebit.graph.feeding import own_call
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -25,20 +26,24 @@ def leaves(value: Any) -> list[Any]:
 
 
 class Runner(fx.Interpreter):
-    """fx.Interpreter that keeps every value, and takes arguments as the forward does."""
+    """fx.Interpreter that takes arguments as the forward does, and keeps every value unless told otherwise."""
 
-    def __init__(self, gm: fx.GraphModule):
-        super().__init__(gm, garbage_collect_values=False)
+    def __init__(self, gm: fx.GraphModule, garbage_collect_values: bool = False):
+        super().__init__(gm, garbage_collect_values)
         self.given: Mapping[str, Any] = {}
 
     def run_on(self, gm: fx.GraphModule, example: Call) -> Any:
         """Run on an example of the forward of `gm`, which has the same inputs."""
-        args, kwargs = copy.deepcopy((example[0], dict(example[1])))  # a forward may write into its inputs
+        self.take(gm, example)
+        with torch.no_grad():
+            return self.run()
+
+    def take(self, gm: fx.GraphModule, example: Call) -> None:
+        """The arguments of a run."""
+        args, kwargs = own_call(*example)
         bound = inspect.signature(gm.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         self.given = bound.arguments
-        with torch.no_grad():
-            return self.run()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.given[target.lstrip("*")]  # the base class has no way with **kwargs

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +21,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.ops import op_of
+from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.trace import own_copy
-from sparsebit.sparse import allocate, feeding
+from sparsebit.sparse import allocate, feeding, fitting
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.closeness import Batches
 from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_masks
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, compact, traced
@@ -36,7 +36,6 @@ from sparsebit.sparse.sparse_config import SparseConfig, unmatched
 from sparsebit.sparse.surgery import Cut
 
 log = logging.getLogger("sparsebit")
-ADDS = {operator.add, operator.iadd, torch.add, torch.Tensor.add, torch.Tensor.add_}
 
 
 class SparseModel(nn.Module):
@@ -95,6 +94,27 @@ class SparseModel(nn.Module):
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
         """Re-estimate the statistics of batch norms for the masked model; needs no labels."""
         reestimate(self, feeding.calls(self, batches, progress))
+        return self
+
+    def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
+        """Layers that read less than before come as close to `whole`, the model as it was given, as they can.
+
+        Needs no labels; after calc_params(). What it does: fitting.py.
+        """
+        if self.cfg.sparser.type == "unstructured":
+            raise ConfigError("refit: is for channels that go; TYPE is unstructured")
+        if self.example is None:
+            raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
+        whole = (
+            traced(self._hidden["source"] if whole is None else whole, self.example).to(self.device).eval()
+        )
+        flags = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            fitting.fit(self.model, whole, Batches(self.model, batches, False, "refit"), progress)
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
         return self
 
     def penalty(self) -> Tensor:
