@@ -1,4 +1,4 @@
-"""Layers that read less are fitted to the whole model: at the optimum, up to damping, the gradient is gone."""
+"""Layers that read less are fitted to the whole model, where the gradient is gone; others get their mean right."""
 
 from __future__ import annotations
 
@@ -112,6 +112,8 @@ def test_a_residual_stream_is_put_right_and_norms_fit_the_data():
     small(x)
     torch.testing.assert_close(norm.running_mean, seen[0].mean((0, 2, 3)), rtol=0.1, atol=0.05)
     torch.testing.assert_close(norm.running_var, seen[0].var((0, 2, 3)), rtol=0.1, atol=0.02)
+    assert torch.equal(small.head.weight, model.head.weight)  # it reads as much as before
+    torch.testing.assert_close(small(x).mean(0), model(x).mean(0), rtol=1e-3, atol=1e-4)
     assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
 
 
@@ -239,6 +241,17 @@ def test_too_little_data_changes_nothing():
     before = smodel.compact()[2].weight.clone()
     assert torch.equal(smodel.refit([x]).compact()[2].weight, before)
     assert not torch.equal(smodel.refit([smooth(150, 6)]).compact()[2].weight, before)
+
+
+def test_filters_that_are_too_large_get_their_mean_right(monkeypatch):
+    monkeypatch.setattr(fitting, "LARGEST", 15)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4)), smooth(400, 6)
+    smodel = masked(model, x[:2])
+    before = smodel.compact()[2].weight.clone()
+    small = smodel.refit([x]).compact()
+    assert torch.equal(small[2].weight, before)
+    torch.testing.assert_close(small(x).mean(0), model(x).mean(0), rtol=1e-3, atol=1e-4)
 
 
 def test_half_precision_and_training_flags():

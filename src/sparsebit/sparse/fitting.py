@@ -1,8 +1,9 @@
-"""After the choice, layer by layer: what is behind a cut gets the weights that come closest to the whole model.
+"""After the choice, layer by layer: what reads less than before gets the weights that come closest to the whole model.
 
 Least squares over what the layer reads in the cut model, so it also makes up for what went wrong in front of it. A
 layer whose output is added to something is fitted to the sum: a residual stream is put right again in every block.
-Both models run once, side by side, and stop in front of every such layer until it is settled.
+Other layers behind a cut get their mean right, and keep their weights: new ones are a little closer, but train worse
+(docs/decisions.md). Both models run once, side by side, and stop in front of every such layer until it is settled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from sparsebit.graph.feeding import tracked
 from sparsebit.graph.ops import ADDS, module_calls, op_of
 from sparsebit.sparse.closeness import Batches
-from sparsebit.sparse.least_squares import Layer, moment, renew
+from sparsebit.sparse.least_squares import Layer, moment, renew, total
 from sparsebit.sparse.modules import SparseOpr
 from sparsebit.sparse.running import Call, Runner, leaves
 
@@ -32,6 +33,7 @@ log = logging.getLogger("sparsebit")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ROWS = 64  # positions that are looked at, for every weight of a filter: far more than there are unknowns
+LARGEST = 8192  # weights of a filter: sums take as many times as many numbers
 ROOM = 2**30  # bytes of values that wait; batches beyond it run from the start for every layer
 
 
@@ -40,6 +42,7 @@ class Place:
     """A layer behind a cut, in both graphs, and where its share ends: behind a norm, an addition."""
 
     layer: Layer
+    less: bool  # it reads less than before, and not so much that the sums are too large
     read: fx.Node
     node: fx.Node
     end: fx.Node
@@ -70,7 +73,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
         if sums is not None and renew(place.layer, sums):
             fitted.append(str(place.node.target))
         _make_room(pairs)
-    log.info("refit: %d of %d layers behind a cut", len(fitted), len(places))
+    log.info("refit: %d layers, and the mean of %d", len(fitted), len(places) - len(fitted))
     return fitted
 
 
@@ -83,7 +86,8 @@ def _sums(place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.G
     batched = isinstance(layer, nn.Linear) or x.dim() == layer.weight.dim()
     if not batched or has.shape != wanted.shape or has.shape != one.shapes[place.node]:
         return None
-    return moment(place.layer, x, wanted - has, rows, draw)
+    lacks = wanted - has
+    return moment(place.layer, x, lacks, rows, draw) if place.less else total(place.layer, lacks)
 
 
 def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Iterator[Call | None]:
@@ -122,7 +126,8 @@ def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
         if [norm, adds] != there:
             norm, end, whole_end = "", node, same[path]
         layers = Layer(layer, small.get_submodule(norm) if norm else None, reads)
-        yield Place(layers, read, node, end, whole_end)
+        less = not bool(reads.all()) and int(reads.sum()) * layer.weight[0, 0].numel() <= LARGEST
+        yield Place(layers, less, read, node, end, whole_end)
 
 
 def _behind(gm: fx.GraphModule) -> set[fx.Node]:

@@ -52,6 +52,13 @@ def moment(layer: Layer, x: Tensor, y: Tensor, per_weight: float, draw: torch.Ge
     return found
 
 
+def total(layer: Layer, y: Tensor) -> Tensor:
+    """The same without x: how many positions, and the sum over y."""
+    rows = y if isinstance(layer.linear, nn.Linear) else y.movedim(1, -1)
+    rows = rows.reshape(-1, rows.shape[-1]).double()
+    return torch.cat([rows.new_tensor([len(rows)]), rows.sum(0)])[None]
+
+
 def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
     """What the filters read at these positions of their output: as many rows."""
     if len(at) == 1:
@@ -77,10 +84,9 @@ def solve(sums: Tensor, size: float, layer: Layer) -> None:
 
 
 def renew(layer: Layer, sums: Tensor) -> bool:
-    """Change the layer by what y lacks; with little data, only what is added. Returns whether there was enough."""
+    """Change the layer by what y lacks; without x, or with little data, only its mean. Returns whether weights too."""
     linear, norm, n = layer.linear, layer.norm, len(sums) - 1
-    enough = float(sums[n, n]) >= ENOUGH * n
-    if not enough:
+    if n == 0 or float(sums[n, n]) < ENOUGH * n:
         bias = linear.bias if norm is None else norm.bias
         if bias is not None:
             bias += sums[n, n + 1 :] / sums[n, n]

@@ -32,8 +32,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     batches = x[:256].split(32)
     smodel = SparseModel(model, parse_sconfig(args.config), x[:2])
-    smodel.calibrate(batches)  # layers that read what goes are refit to these
+    smodel.calibrate(batches)
     smodel.calc_params()  # masks: which channels go
+    smodel.refit(batches)  # layers that read less come as close to the model before as they can
     small = smodel.compact()  # an ordinary module without them
     print(small.pruning_plan)
     results["after the cut %"] = loops.accuracy(small, x_test, y_test)
