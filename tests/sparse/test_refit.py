@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import sparsebit
 from models import randomise
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.sparse import SparseModel, fitting
@@ -275,3 +276,181 @@ def test_refusals():
         SparseModel(model, {"DEVICE": "cpu"}).refit([x])
     with pytest.raises(CalibrationError, match="empty"):
         masked(model, x).refit([])
+
+
+# -- what a review found ---------------------------------------------------------------------------------
+def error_of(net, model, x):
+    with torch.no_grad():
+        return float((net(x) - model(x)).square().mean() / model(x).square().mean())
+
+
+def test_a_model_that_holds_a_model_takes_labelled_batches():
+    class Holds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+        def forward(self, x):
+            return self.model(x)
+
+    torch.manual_seed(0)
+    model, x = Holds(), smooth(256, 6)
+    small = sparsebit.prune(model, x[:2], ratio=0.5, batches=[(x, torch.zeros(256).long())])
+    assert error_of(small, model, x) < 0.5 * error_of(sparsebit.prune(model, x[:2], ratio=0.5), model, x)
+
+
+def test_single_weights_take_batches_too():
+    x = smooth(64, 6)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    config = {"DEVICE": "cpu", "SPARSER": {"TYPE": "unstructured"}}
+    small = sparsebit.prune(model, x, ratio=0.5, batches=[x], config=config)
+    assert int((small[0].weight == 0).sum()) == 24
+
+
+def test_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
+    torch.manual_seed(0)
+    model, x = randomise(Residual(3)).eval(), smooth(16, 3, 8, 8)
+    monkeypatch.setattr(fitting, "ROOM", 100_000)
+    alive, most = {}, []
+    until, forget = fitting._Paused.until, fitting._Paused.forget
+
+    def run(self, *args, **options):
+        until(self, *args, **options)
+        alive[id(self)] = self.size() + sum(v.nbytes for v in self.given.values())
+        most.append(sum(alive.values()))
+
+    def drop(self):
+        forget(self)
+        alive.pop(id(self), None)
+
+    monkeypatch.setattr(fitting._Paused, "until", run)
+    monkeypatch.setattr(fitting._Paused, "forget", drop)
+    peaks = []
+    for count in (4, 32):
+        most.clear()
+        masked(model, x[:1]).refit([x] * count)
+        peaks.append(max(most))
+        alive.clear()
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_constant_inputs_give_no_wild_weights(seed):
+    torch.manual_seed(seed)
+    conv = lambda i, o: nn.Conv2d(i, o, 3)
+    model = nn.Sequential(conv(3, 16), nn.ReLU(), conv(16, 16), nn.ReLU(), conv(16, 4))
+    batches = [torch.full((16, 3, 12, 12), 0.3)] * 4
+    small = sparsebit.prune(model, batches[0][:1], macs=0.5, batches=batches)
+    assert max(float(p.abs().max()) for p in small.parameters()) < 10
+    other = smooth(8, 3, 12, 12)
+    assert error_of(small, model, other) < 2 * error_of(
+        sparsebit.prune(model, batches[0][:1], macs=0.5), model, other
+    )
+
+
+@pytest.mark.parametrize("tokens", [5, 8])
+def test_a_norm_over_tokens_is_no_norm_over_features(tokens):
+    torch.manual_seed(0)
+    a, b, c = nn.Linear(6, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+    model = nn.Sequential(a, nn.ReLU(), b, nn.BatchNorm1d(tokens), nn.ReLU(), c)
+    for _ in range(20):
+        model(smooth(64, tokens, 6))
+    model.eval()
+    x = smooth(256, tokens, 6)
+    before = masked(model, x[:2]).compact()
+    small = masked(model, x[:2]).refit(list(x.split(64))).compact()
+    assert error_of(small, model, x) < error_of(before, model, x)
+
+
+def test_values_that_are_not_finite_and_filters_of_zeros():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 8)
+
+        def forward(self, x, mask):
+            return self.b(torch.relu(self.a(x))) + mask
+
+    torch.manual_seed(0)
+    x, mask = smooth(64, 6), torch.zeros(64, 8).masked_fill(torch.rand(64, 8) < 0.3, -torch.inf)
+    small = sparsebit.prune(Masked(), (x, mask), ratio=0.5, batches=[(x, mask)] * 4)
+    assert all(p.isfinite().all() for p in small.parameters())
+
+    conv = lambda i, o: [nn.Conv2d(i, o, 3, 1, 1), nn.BatchNorm2d(o), nn.ReLU()]
+    model = nn.Sequential(*conv(3, 8), *conv(8, 8), nn.Conv2d(8, 4, 3)).eval()
+    nn.init.zeros_(model[3].weight)
+    images = smooth(16, 3, 8, 8)
+    small = sparsebit.prune(model, images[:1], ratio=0.5, batches=[images] * 4)
+    assert all(p.isfinite().all() for p in small.parameters())
+    small = sparsebit.prune(model, images[:1], ratio=0.5, batches=[images[:0], images])
+    assert all(p.isfinite().all() for p in small.parameters())
+
+
+def test_islands_that_keep_something():
+    class Keep(nn.Module):
+        def forward(self, x):
+            if x.sum() > 1e9:  # cannot be traced
+                return x
+            self.kept = x.clone()
+            return x
+
+    class Give(nn.Module):
+        def __init__(self, keeper):
+            super().__init__()
+            object.__setattr__(self, "keeper", [keeper])
+
+        def forward(self, x):
+            with torch.enable_grad():
+                return x if x.sum() > 1e9 else x + self.keeper[0].kept * self.scale
+
+        scale = 1.0
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.keep = Keep()
+            self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 6), nn.Linear(6, 4)
+            self.give = Give(self.keep)
+
+        def forward(self, x):
+            x = self.keep(x)
+            return self.c(self.give(self.b(torch.relu(self.a(x)))))
+
+    torch.manual_seed(0)
+    model, x = Net(), smooth(400, 6)
+    batches = [x[:250], x[250:350], x[350:]]
+    before, after = masked(model, x[:2]), masked(model, x[:2]).refit(batches)
+    assert error_of(after, model, x) < 0.5 * error_of(before, model, x)
+
+
+def test_shared_biases_and_a_sum_of_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[4].bias = model[2].bias
+    x = smooth(256, 6)
+    smodel = masked(model, x[:2])
+    before = smodel.compact()[2].bias.clone()
+    assert torch.equal(smodel.refit([x]).compact()[2].bias, before)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            z = self.b(torch.relu(self.a(x)))
+            return z + z
+
+    model = Twice()
+    assert error_of(masked(model, x[:2]).refit([x]), model, x) < 0.5 * error_of(
+        masked(model, x[:2]), model, x
+    )
+
+
+def test_one_tensor_is_one_batch():
+    torch.manual_seed(0)
+    conv = lambda i, o: nn.Conv2d(i, o, 3, 1, 1)
+    model, x = nn.Sequential(conv(3, 64), nn.ReLU(), conv(64, 8)), smooth(256, 3, 8, 8)
+    one, other = (masked(model, x[:1]).refit(batches).compact()[2].weight for batches in (x, [x]))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not torch.equal(one, masked(model, x[:1]).compact()[2].weight)

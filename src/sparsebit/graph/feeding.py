@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
 
 log = logging.getLogger("sparsebit")
+ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
 
 
@@ -39,13 +40,16 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
 def own_call(args: Any, kwargs: Mapping[str, Any]) -> Call:
     """A copy for a forward that may write into its inputs; of a slice of a large tensor, only the slice."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-    copies: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors}
+    copies: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors}
     return copy.deepcopy(tuple(args), copies), copy.deepcopy(dict(kwargs), copies)
 
 
 def signature_of(model: Any) -> inspect.Signature:
-    """What the forward takes; of a QuantModel, what the user's forward took."""
-    traced = getattr(model, "model", model)
+    """What the forward takes; of a QuantModel or SparseModel, which take anything, what the user's forward took."""
+    traced = getattr(model, "model", None)
+    takes = inspect.signature(model.forward).parameters.values()
+    if not isinstance(traced, fx.GraphModule) or any(p.kind not in ANYTHING for p in takes):
+        traced = model
     known: inspect.Signature | None = getattr(traced, "meta", {}).get("signature")
     return known or inspect.signature(traced.forward)
 

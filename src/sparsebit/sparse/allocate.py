@@ -116,14 +116,21 @@ def within(
 def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:
     """What goes at `ratio`, less what fits into `room`: with `round_to`, layers of one size lose much at once."""
     cut = Cut(walk, choose(ratio))
+    left, refused = room(cut), set[tuple[int, ...]]()
     for less in torch.linspace(ratio, 0, FILLS).tolist():
-        if room(cut) < ROOM:
+        if left < ROOM:
             break
         stays = ~torch.isin(cut.dropped, choose(less))
         for classes in walk.dimensions():
             given = stays & torch.isin(cut.dropped, classes)
-            if given.any() and room(tried := Cut(walk, cut.dropped[~given])) >= 0:
-                cut, stays = tried, stays[~given]
+            key = tuple(cut.dropped[given].tolist())
+            if not key or key in refused:  # room only shrinks
+                continue
+            tried = Cut(walk, cut.dropped[~given])
+            if (after := room(tried)) >= 0:
+                cut, left, stays = tried, after, stays[~given]
+            else:
+                refused.add(key)
     return cut
 
 

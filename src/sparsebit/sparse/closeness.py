@@ -23,12 +23,17 @@ class Batches:
             raise ConfigError(
                 f"{what}: batches are read several times; pass a list or a loader, not a generator"
             )
-        self.batches, self.progress, self.signature, self.what = batches, progress, signature_of(gm), what
+        self.batches, self.progress, self.signature, self.what = (
+            as_iterable(batches),
+            progress,
+            signature_of(gm),
+            what,
+        )
         self.device = next((p.device for p in gm.parameters()), torch.device("cpu"))
 
     def __iter__(self) -> Iterator[Call]:
         empty = True
-        for batch in tracked(as_iterable(self.batches), self.progress, self.what):
+        for batch in tracked(self.batches, self.progress, self.what):
             empty = False
             args, kwargs = as_call(batch, self.signature)
             yield to_device(args, self.device), to_device(kwargs, self.device)

@@ -66,8 +66,10 @@ def kept_parameters(walk: Walk) -> Estimate:
     for name, p in walk.gm.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
 
+    shares_of = _shares(walk)
+
     def count(cut: Cut) -> float:
-        shares = _shares(cut)
+        shares = shares_of(cut)
         return sum(p.numel() * min(shares.get(name, 1.0) for name in found) for p, found in names.items())
 
     return count
@@ -79,8 +81,10 @@ def kept_macs(walk: Walk) -> Estimate:
     counter.run_on(walk.gm, walk.example)
     nodes = {node: counter.flops[node.name] / 2 for node in walk.gm.graph.nodes if counter.flops[node.name]}
 
+    shares_of = _shares(walk)
+
     def count(cut: Cut) -> float:
-        shares, total = _shares(cut), 0.0
+        shares, total = shares_of(cut), 0.0
         for node, n in nodes.items():
             weight = f"{node.target}.weight"
             total += n * (
@@ -105,12 +109,21 @@ class PerNode(Runner):
         return value
 
 
-def _shares(cut: Cut) -> dict[str, float]:
+def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
     """Path of a tensor -> the share of it that is left."""
-    found: dict[str, float] = {}
-    for part in cut.walk.slices.values():
-        found[part.path] = found.get(part.path, 1.0) * float(cut.keeps(part.labels).float().mean())
-    return found
+    parts = list(walk.slices.values())
+    sizes = torch.tensor([part.labels.numel() for part in parts], dtype=torch.long)
+    owners = torch.arange(len(parts)).repeat_interleave(sizes)
+    labels = torch.cat([part.labels.flatten() for part in parts]) if parts else owners
+
+    def of(cut: Cut) -> dict[str, float]:  # all at once: budgets ask hundreds of times
+        kept = torch.bincount(owners, cut.keeps(labels).double(), len(parts)) / sizes
+        found: dict[str, float] = {}
+        for part, share in zip(parts, kept.tolist()):
+            found[part.path] = found.get(part.path, 1.0) * share
+        return found
+
+    return of
 
 
 def _left(cut: Cut, node: fx.Node) -> float:

@@ -32,8 +32,8 @@ from sparsebit.sparse.running import Call, Runner, leaves
 log = logging.getLogger("sparsebit")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ROWS = 64  # positions that are looked at, for every weight of a filter: far more than there are unknowns
-LARGEST = 8192  # weights of a filter: sums take as many times as many numbers
+ROWS = 32  # positions that are looked at, for every weight of a filter: far more than there are unknowns
+LARGEST = 4608  # weights of a filter: sums take as many times as many numbers
 ROOM = 2**30  # bytes of values that wait; batches beyond it run from the start for every layer
 
 
@@ -55,11 +55,14 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
     places = list(_places(small, whole))
     ends = Counter(place.whole_end for place in places)  # that are still to come
     rows = ROWS / (length_hint(calls.batches) or 16)
+    wait = not any(
+        gm.meta.get("islands") for gm in (small, whole)
+    )  # nobody knows what an island keeps or gives
     draw = torch.Generator().manual_seed(0)
     pairs: list[tuple[_Paused, _Paused]] = []
     fitted = []
     for place in tracked(places, progress, "fitting"):
-        sums: Tensor | None = None
+        sums, used = None, 0
         ends[place.whole_end] -= 1
         for i, call in enumerate(_again(calls, pairs)):
             if i == len(pairs):
@@ -68,24 +71,31 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
             if call is not None:
                 one.start(small, call)
                 other.start(whole, call)
-            found = _sums(place, one, other, rows, draw)
+            found = _sums(place, one, other, rows, draw, wait)
             sums = found if sums is None or found is None else sums + found
+            used += one.size() + other.size()
+            if used > ROOM or not wait:
+                one.forget()
+                other.forget()
         if sums is not None and renew(place.layer, sums):
             fitted.append(str(place.node.target))
-        _make_room(pairs)
     log.info("refit: %d layers, and the mean of %d", len(fitted), len(places) - len(fitted))
     return fitted
 
 
-def _sums(place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator) -> Tensor | None:
+def _sums(
+    place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator, wait: bool
+) -> Tensor | None:
     """Of one batch; None where the layer cannot be compared: its output is stretched, or has no batch."""
+    layer, norm, _ = place.layer
     wanted = other.noted_at(place.whole_end)
     one.until(place.node)
-    x, has = one.env[place.read], one.ahead(place.end)
-    layer = place.layer.linear
-    batched = isinstance(layer, nn.Linear) or x.dim() == layer.weight.dim()
-    if not batched or has.shape != wanted.shape or has.shape != one.shapes[place.node]:
+    x = one.env[place.read]
+    x, has = (x, one.ahead(place.end)) if wait else (x.clone(), one.onward(place.end))
+    if has.shape != wanted.shape or has.shape != one.shapes[place.node]:
         return None
+    if x.dim() != layer.weight.dim() and (norm is not None or not isinstance(layer, nn.Linear)):
+        return None  # channels are not where weights and norms look for them
     lacks = wanted - has
     return moment(place.layer, x, lacks, rows, draw) if place.less else total(place.layer, lacks)
 
@@ -99,30 +109,22 @@ def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Itera
         yield None if i < len(pairs) and pairs[i][0].at else call
 
 
-def _make_room(pairs: list[tuple[_Paused, _Paused]]) -> None:
-    used = 0
-    for pair in pairs:
-        used += sum(run.size() for run in pair)
-        if used > ROOM:
-            for run in pair:
-                run.forget()
-
-
 # -- what is fitted --------------------------------------------------------------------------------------
 def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
     once, same, behind = _called_once(small), _called_once(whole), _behind(small)
     held = Counter(id(p) for _, p in small.named_parameters(remove_duplicate=False))
+    alone = {path for path in once if all(held[id(p)] == 1 for p in small.get_submodule(path).parameters())}
     for path, node in once.items():
         layer: Any = small.get_submodule(path)
         read = node.args[0] if node.args else None
         if path not in same or not isinstance(read, fx.Node) or read not in behind:
             continue
-        if not _linear(layer) or held[id(layer.weight)] > 1:
+        if not _linear(layer) or path not in alone:
             continue
         reads = layer.mask_of("weight").transpose(0, 1).flatten(1).any(1)
         if not bool(reads.any()):
             continue
-        (norm, adds, end), (*there, whole_end) = _end(node, small, once), _end(same[path], whole, same)
+        (norm, adds, end), (*there, whole_end) = _end(node, small, alone), _end(same[path], whole, set(same))
         if [norm, adds] != there:
             norm, end, whole_end = "", node, same[path]
         layers = Layer(layer, small.get_submodule(norm) if norm else None, reads)
@@ -156,7 +158,7 @@ def _linear(layer: Any) -> bool:
     return stored and gate is None and getattr(layer, "groups", 1) == 1
 
 
-def _end(node: fx.Node, gm: fx.GraphModule, once: dict[str, fx.Node]) -> tuple[str, bool, fx.Node]:
+def _end(node: fx.Node, gm: fx.GraphModule, once: set[str]) -> tuple[str, bool, fx.Node]:
     """The norm behind a layer, and the last node that its output goes to, as it is or normed; does that one add?"""
     norm = ""
     while len(node.users) == 1:
@@ -166,6 +168,7 @@ def _end(node: fx.Node, gm: fx.GraphModule, once: dict[str, fx.Node]) -> tuple[s
             norm = str(user.target)
         elif not isinstance(module, (nn.Identity, _DropoutNd)):
             adds = user.op.startswith("call") and op_of(user, gm) in ADDS and not user.kwargs
+            adds = adds and len(user.args) == 2 and sum(read is node for read in user.args) == 1
             return norm, adds, user if adds else node
         node = user
     return norm, False, node
@@ -199,7 +202,11 @@ class _Paused(Runner):
         """Run what comes before a node, or also the node."""
         end = self.places[stop] + past
         for node in self.nodes[self.at : end]:
-            self.env[node] = value = self.run_node(node)
+            with torch.no_grad():  # the graph may say otherwise for a while
+                value = self.run_node(node)
+            self.env[node] = value = value.detach() if isinstance(value, Tensor) else value
+            if node.op == "placeholder":
+                self.given.pop(str(node.target).lstrip("*"))
             self.shapes[node] = getattr(value, "shape", None)
             if node in self.wanted and (self.wanted[node] or node is stop):
                 self.noted[node] = value.clone()  # what follows may write into it
@@ -212,6 +219,11 @@ class _Paused(Runner):
             self.until(node, past=True)
         return self.noted[node] if self.wanted[node] else self.noted.pop(node)
 
+    def onward(self, node: fx.Node) -> Tensor:
+        self.until(node, past=True)
+        value: Tensor = self.env[node]
+        return value
+
     def ahead(self, node: fx.Node) -> Tensor:
         """The value of a node further on, without going there."""
         at, env, memo = self.at, self.env, dict[int, Any]()
@@ -220,9 +232,7 @@ class _Paused(Runner):
             for source, value in env.items()
         }
         try:
-            self.until(node, past=True)
-            value: Tensor = self.env[node]
-            return value
+            return self.onward(node)
         finally:
             self.at, self.env = at, env
 

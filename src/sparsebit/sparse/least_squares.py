@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DAMPING = 1e-4  # of the mean variance of what is read
+CONSTANT = 1e-8  # of the mean square of what is read: less variance than this is rounding
 PIECE = 1 << 24  # numbers at a time
 LEAST = 1024  # positions of a batch that are looked at
 ENOUGH = 8  # positions for every weight of a filter; with less, a fit is to the noise
@@ -86,6 +87,8 @@ def solve(sums: Tensor, size: float, layer: Layer) -> None:
 def renew(layer: Layer, sums: Tensor) -> bool:
     """Change the layer by what y lacks; without x, or with little data, only its mean. Returns whether weights too."""
     linear, norm, n = layer.linear, layer.norm, len(sums) - 1
+    if not sums[n, n] or not sums.isfinite().all():
+        return False
     if n == 0 or float(sums[n, n]) < ENOUGH * n:
         bias = linear.bias if norm is None else norm.bias
         if bias is not None:
@@ -97,7 +100,7 @@ def renew(layer: Layer, sums: Tensor) -> bool:
         _set(layer, sums, weight + more, shift if linear.bias is None else linear.bias + shift, 0.0)
         return True
     gain = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
-    size = float(weight.norm(dim=1).mean())
+    size = float(weight.norm(dim=1).mean()) or 1.0
     offset = (0 if linear.bias is None else linear.bias) - norm.running_mean
     _set(layer, sums, gain[:, None] * weight + more, norm.bias + gain * offset + shift, size)
     return True
@@ -109,7 +112,8 @@ def _solution(sums: Tensor, free: bool) -> tuple[Tensor, Tensor]:
     mean = sums[n] / sums[n, n] * free  # of x, of the one, of y
     moved = sums[:n] / sums[n, n] - mean[:n, None] * mean
     spread, joint = moved[:, :n], moved[:, n + 1 :]
-    damped = spread + DAMPING * spread.diagonal().mean().clamp_min(1e-30) * torch.eye(n).to(spread)
+    scale = torch.maximum(spread.diagonal().mean(), CONSTANT * sums.diagonal()[:n].mean() / sums[n, n])
+    damped = spread + DAMPING * scale.clamp_min(1e-30) * torch.eye(n).to(spread)
     matrix = torch.linalg.solve(damped, joint).T
     return matrix, mean[n + 1 :] - matrix @ mean[:n]
 

@@ -210,7 +210,8 @@ def prune(
             log.info("batches is a generator and used up: layers are not refit; pass a list or a loader")
         else:
             smodel.tune_batchnorm(batches, progress)
-            smodel.refit(batches, whole, progress)
+            if cfg.sparser.type == "structured":
+                smodel.refit(batches, whole, progress)
     small = smodel.compact()
     vars(getattr(small, "pruning_plan", Plan())).update(done)  # single weights have none
     return small

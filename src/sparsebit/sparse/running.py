@@ -30,7 +30,7 @@ class Runner(fx.Interpreter):
 
     def __init__(self, gm: fx.GraphModule, garbage_collect_values: bool = False):
         super().__init__(gm, garbage_collect_values)
-        self.given: Mapping[str, Any] = {}
+        self.given: dict[str, Any] = {}
 
     def run_on(self, gm: fx.GraphModule, example: Call) -> Any:
         """Run on an example of the forward of `gm`, which has the same inputs."""
@@ -43,7 +43,7 @@ class Runner(fx.Interpreter):
         args, kwargs = own_call(*example)
         bound = inspect.signature(gm.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        self.given = bound.arguments
+        self.given = dict(bound.arguments)
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.given[target.lstrip("*")]  # the base class has no way with **kwargs

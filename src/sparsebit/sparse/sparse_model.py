@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.graph.feeding import to_device
 from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.trace import own_copy
 from sparsebit.sparse import allocate, feeding, fitting
@@ -105,9 +106,9 @@ class SparseModel(nn.Module):
             raise ConfigError("refit: is for channels that go; TYPE is unstructured")
         if self.example is None:
             raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
-        whole = (
-            traced(self._hidden["source"] if whole is None else whole, self.example).to(self.device).eval()
-        )
+        source: nn.Module = self._hidden["source"] if whole is None else whole
+        device = next((p.device for p in source.parameters()), self.device)
+        whole = traced(source, to_device(self.example, device)).to(self.device).eval()
         flags = {module: module.training for module in self.modules()}
         self.eval()
         try:
