@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sparsebit.sparse.surgery import Cut
 
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
+_KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
 ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tried to fill it
 
 
@@ -60,6 +62,13 @@ def _worst(classes: Tensor, scores: Tensor, keep: int, step: int, may_vanish: bo
 
 def _steps(walk: Walk, round_to: int) -> list[int]:
     """Of each dimension: so many classes make a multiple of `round_to` channels in every layer that has them."""
+    known = _KNOWN.setdefault(walk, {})  # a budget asks dozens of times
+    if round_to not in known:
+        known[round_to] = _find_steps(walk, round_to)
+    return known[round_to]
+
+
+def _find_steps(walk: Walk, round_to: int) -> list[int]:
     channels = torch.zeros(
         len(walk.labels), dtype=torch.long
     )  # in a class; where layers differ, the common divisor

@@ -38,7 +38,7 @@ class Slice:
     produces: bool = False  # the axis of the channels that the layer makes
 
 
-@dataclass
+@dataclass(eq=False)
 class Walk:
     """The labels of everything in `gm`, found on `example`."""
 
