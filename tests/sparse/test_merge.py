@@ -123,7 +123,7 @@ def test_the_fit_is_least_squares(net):
     rows = F.unfold(inner, 3, padding=1).mT.flatten(0, 1).double().numpy()
     target = want.movedim(1, -1).flatten(0, 2).double().numpy()
     moved = rows - rows.mean(0)
-    ridge = np.sqrt(DAMPING * moved.var(0).mean() * len(rows)) * np.eye(rows.shape[1])
+    ridge = np.sqrt(DAMPING[0] * moved.var(0).mean() * len(rows)) * np.eye(rows.shape[1])
     weights = np.linalg.lstsq(
         np.concatenate([moved, ridge]),
         np.concatenate([target - target.mean(0), np.zeros((len(ridge), 8))]),

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import sparsebit
 from models import randomise
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.sparse import SparseModel, fitting
+from sparsebit.sparse import SparseModel, fitting, least_squares
 from sparsebit.sparse.merging import merge
 from sparsebit.sparse.prune import call_of
 from sparsebit.sparse.refit import reestimate
@@ -76,6 +76,7 @@ def smooth(*shape):
 )
 def test_the_gradient_is_gone(layer, shape, monkeypatch):
     monkeypatch.setattr(fitting, "ROWS", 10**6)  # all positions
+    monkeypatch.setattr(least_squares, "DAMPING", (1e-4,))
     torch.manual_seed(0)
     second = layer()
     first = nn.Linear(6, 8) if isinstance(second, nn.Linear) else type(second)(6, 8, 1)
@@ -235,13 +236,17 @@ def test_what_is_left_alone():
     assert all(torch.equal(v, before[k]) for k, v in smodel.state_dict().items())
 
 
-def test_too_little_data_changes_nothing():
+def test_what_does_not_hold_for_other_samples_is_not_fitted():
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4)), smooth(100, 6)
-    smodel = masked(model, x[:2])
-    before = smodel.compact()[2].weight.clone()
-    assert torch.equal(smodel.refit([x]).compact()[2].weight, before)
-    assert not torch.equal(smodel.refit([smooth(150, 6)]).compact()[2].weight, before)
+    model, others = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Linear(64, 4)), smooth(500, 6)
+    smodel = masked(model, others[:2])
+    before = smodel.compact()
+    one = copy.deepcopy(smodel).refit([smooth(1, 6)]).compact()
+    assert torch.equal(one[2].weight, before[2].weight)  # nothing to try it on
+    for count in (8, 16, 32, 64):
+        few = copy.deepcopy(smodel).refit([smooth(count, 6)]).compact()
+        assert error_of(few, model, others) < 1.1 * error_of(before, model, others)
+    assert error_of(few, model, others) < 0.2 * error_of(before, model, others)
 
 
 def test_filters_that_are_too_large_get_their_mean_right(monkeypatch):

@@ -71,7 +71,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
             if call is not None:
                 one.start(small, call)
                 other.start(whole, call)
-            found = _sums(place, one, other, rows, draw, wait)
+            found = _sums(place, one, other, rows, draw, i, wait)
             sums = found if sums is None or found is None else sums + found
             used += one.size() + other.size()
             if used > ROOM or not wait:
@@ -84,10 +84,10 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
 
 
 def _sums(
-    place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator, wait: bool
+    place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator, batch: int, wait: bool
 ) -> Tensor | None:
     """Of one batch; None where the layer cannot be compared: its output is stretched, or has no batch."""
-    layer, norm, _ = place.layer
+    layer, norm, *_ = place.layer
     wanted = other.noted_at(place.whole_end)
     one.until(place.node)
     x = one.env[place.read]
@@ -97,7 +97,9 @@ def _sums(
     if x.dim() != layer.weight.dim() and (norm is not None or not isinstance(layer, nn.Linear)):
         return None  # channels are not where weights and norms look for them
     lacks = wanted - has
-    return moment(place.layer, x, lacks, rows, draw) if place.less else total(place.layer, lacks)
+    return (
+        moment(place.layer, x, lacks, rows, draw, batch) if place.less else total(place.layer, lacks, batch)
+    )
 
 
 def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Iterator[Call | None]:
@@ -121,13 +123,14 @@ def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
             continue
         if not _linear(layer) or path not in alone:
             continue
-        reads = layer.mask_of("weight").transpose(0, 1).flatten(1).any(1)
+        mask = layer.mask_of("weight")
+        reads, makes = (mask.movedim(axis, 0).flatten(1).any(1) for axis in (1, 0))
         if not bool(reads.any()):
             continue
         (norm, adds, end), (*there, whole_end) = _end(node, small, alone), _end(same[path], whole, set(same))
         if [norm, adds] != there:
             norm, end, whole_end = "", node, same[path]
-        layers = Layer(layer, small.get_submodule(norm) if norm else None, reads)
+        layers = Layer(layer, small.get_submodule(norm) if norm else None, reads, makes)
         less = not bool(reads.all()) and int(reads.sum()) * layer.weight[0, 0].numel() <= LARGEST
         yield Place(layers, less, read, node, end, whole_end)
 

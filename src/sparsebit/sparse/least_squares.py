@@ -15,27 +15,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DAMPING = 1e-4  # of the mean variance of what is read
+DAMPING = (1e-4, 1e-2, 1.0)  # of the mean variance of what is read
 CONSTANT = 1e-8  # of the mean square of what is read: less variance than this is rounding
 PIECE = 1 << 24  # numbers at a time
 LEAST = 1024  # positions of a batch that are looked at
-ENOUGH = 8  # positions for every weight of a filter; with less, a fit is to the noise
 
 
 class Layer(NamedTuple):
-    """A linear layer or a convolution without groups, perhaps with a batch norm behind it, and the inputs it reads."""
+    """A linear layer or a convolution without groups, perhaps with a batch norm behind it; what it reads and makes."""
 
     linear: Any
     norm: Any = None
     reads: Any = slice(None)
+    makes: Any = slice(None)
 
 
-def moment(layer: Layer, x: Tensor, y: Tensor, per_weight: float, draw: torch.Generator) -> Tensor:
+def moment(
+    layer: Layer, x: Tensor, y: Tensor, per_weight: float, draw: torch.Generator, batch: int = 0
+) -> Tensor:
     """Sums over x' [x' y]: x' is what a filter reads at a position, and a one; y what is wanted there.
 
+    Two of them, of every other image: what is fitted to one can be tried on the other.
     per_weight   positions, drawn at random, for every weight of a filter; LEAST or more
     """
-    linear = layer.linear
+    linear, images = layer.linear, len(y)
     if isinstance(linear, nn.Linear):
         x, y = (v.reshape(-1, v.shape[-1]) for v in (x, y))
     else:
@@ -44,20 +47,26 @@ def moment(layer: Layer, x: Tensor, y: Tensor, per_weight: float, draw: torch.Ge
     places, x = (len(y), *y.shape[2:]), x[:, layer.reads]
     weights = x.shape[1] * linear.weight[0, 0].numel()
     some = torch.randperm(math.prod(places), generator=draw)[: max(LEAST, math.ceil(per_weight * weights))]
-    found = torch.zeros((), dtype=torch.float64, device=x.device)
+    found = torch.zeros((2, weights + 1, weights + 1 + y.shape[1]), dtype=torch.float64, device=x.device)
     for piece in some.to(x.device).split(max(1, PIECE // weights)):
         at = torch.unravel_index(piece, places)
+        half = (at[0] * images // len(y) + batch) % 2
         a, b = _read(linear, x, at).double(), _at(y, at).double()
         a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        found = found + a.T @ torch.cat([a, b], 1)
+        for i in range(2):
+            found[i] += a[half == i].T @ torch.cat([a, b], 1)[half == i]
     return found
 
 
-def total(layer: Layer, y: Tensor) -> Tensor:
+def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
     """The same without x: how many positions, and the sum over y."""
     rows = y if isinstance(layer.linear, nn.Linear) else y.movedim(1, -1)
-    rows = rows.reshape(-1, rows.shape[-1]).double()
-    return torch.cat([rows.new_tensor([len(rows)]), rows.sum(0)])[None]
+    rows = rows.reshape(len(rows), -1, rows.shape[-1]).double()
+    found = rows.new_zeros(2, 1, 1 + rows.shape[-1])
+    for i in range(2):
+        part = rows[(i + batch) % 2 :: 2].flatten(0, 1)
+        found[i, 0] = torch.cat([rows.new_tensor([len(part)]), part.sum(0)])
+    return found
 
 
 def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
@@ -80,24 +89,29 @@ def _at(value: Tensor, at: Sequence[Tensor]) -> Tensor:
 
 def solve(sums: Tensor, size: float, layer: Layer) -> None:
     """Set the layer to what comes closest; with a norm, filters get the length `size`."""
-    matrix, bias = _solution(sums, True)
+    matrix, bias = _solution(sums, True, DAMPING[0])
     _set(layer, sums, matrix, bias, size)
 
 
-def renew(layer: Layer, sums: Tensor) -> bool:
-    """Change the layer by what y lacks; without x, or with little data, only its mean. Returns whether weights too."""
-    linear, norm, n = layer.linear, layer.norm, len(sums) - 1
-    if not sums[n, n] or not sums.isfinite().all():
+def renew(layer: Layer, halves: Tensor) -> bool:
+    """Change the layer by what y lacks, as far as that holds for data it was not fitted to.
+
+    Returns whether weights were changed; without x, or with little data, it is the mean alone or nothing.
+    """
+    linear, norm, sums = layer.linear, layer.norm, halves.sum(0)
+    n = len(sums) - 1
+    if not halves[:, n, n].all() or not sums.isfinite().all():
         return False
-    if n == 0 or float(sums[n, n]) < ENOUGH * n:
-        bias = linear.bias if norm is None else norm.bias
+    bias = linear.bias if norm is None else norm.bias
+    how = _best(halves, bias is not None, layer.makes)
+    more, shift = _change(sums, bias is not None, how)
+    if isinstance(how, str):
         if bias is not None:
-            bias += sums[n, n + 1 :] / sums[n, n]
+            bias += shift
         return False
-    more, shift = _solution(sums, norm is not None or linear.bias is not None)
     weight = linear.weight[:, layer.reads].double().flatten(1)
     if norm is None:
-        _set(layer, sums, weight + more, shift if linear.bias is None else linear.bias + shift, 0.0)
+        _set(layer, sums, weight + more, shift if bias is None else bias + shift, 0.0)
         return True
     gain = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
     size = float(weight.norm(dim=1).mean()) or 1.0
@@ -106,15 +120,42 @@ def renew(layer: Layer, sums: Tensor) -> bool:
     return True
 
 
-def _solution(sums: Tensor, free: bool) -> tuple[Tensor, Tensor]:
+def _change(sums: Tensor, free: bool, how: str | float) -> tuple[Tensor, Tensor]:
+    """Of the weights, and of what is added, if that is free: "none", the "mean", or a fit with so much damping."""
+    if isinstance(how, float):
+        return _solution(sums, free, how)
+    n = len(sums) - 1
+    mean = sums[n, n + 1 :] / sums[n, n] * (free and how == "mean")
+    return mean.new_zeros(len(mean), n), mean
+
+
+def _best(halves: Tensor, free: bool, makes: Any) -> str | float:
+    """The change with which each half comes closest when it is made for the other."""
+    n = halves.shape[1] - 1
+    enough = n and bool((halves[:, n, n] >= n / 2).all())  # else data says little about so many weights
+    errors: dict[str | float, float] = dict.fromkeys(("none", "mean", *(DAMPING if enough else ())), 0.0)
+    for how in errors:
+        for fitted, held in (halves, halves.flip(0)):
+            matrix, bias = _change(fitted, free, how)
+            errors[how] += _error(torch.cat([matrix, bias[:, None]], 1)[makes], held, makes)
+    return min(errors, key=errors.__getitem__)
+
+
+def _error(matrix: Tensor, sums: Tensor, makes: Any) -> float:
+    """The square of y less matrix times x', without the part of y alone."""
+    n = len(sums)
+    return float((matrix @ sums[:, :n] * matrix).sum() - 2 * (matrix * sums[:, n:].T[makes]).sum())
+
+
+def _solution(sums: Tensor, free: bool, damping: float) -> tuple[Tensor, Tensor]:
     """The matrix and what is added, if that is free."""
     n = len(sums) - 1
     mean = sums[n] / sums[n, n] * free  # of x, of the one, of y
     moved = sums[:n] / sums[n, n] - mean[:n, None] * mean
     spread, joint = moved[:, :n], moved[:, n + 1 :]
     scale = torch.maximum(spread.diagonal().mean(), CONSTANT * sums.diagonal()[:n].mean() / sums[n, n])
-    damped = spread + DAMPING * scale.clamp_min(1e-30) * torch.eye(n).to(spread)
-    matrix = torch.linalg.solve(damped, joint).T
+    damped = spread + damping * scale.clamp_min(1e-30) * torch.eye(n).to(spread)
+    matrix = torch.cholesky_solve(joint, torch.linalg.cholesky(damped)).T
     return matrix, mean[n + 1 :] - matrix @ mean[:n]
 
 

@@ -253,7 +253,9 @@ def _fit(whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair],
             read, kept = pair.stays.nodes[pair.stays.last - 1].name, pair.goes.kept.name
             seen = values_at(trial, {read, kept}, call)
             lacks = wanted[pair.stays.add.name] - seen[kept]
-            moments[i] = moments[i] + moment(Layer(_last_conv(trial, pair)), seen[read], lacks, ROWS, draw)
+            moments[i] = moments[i] + moment(
+                Layer(_last_conv(trial, pair)), seen[read], lacks, ROWS, draw
+            ).sum(0)
     for trial, pair, sums in zip(trials, pairs, moments):
         conv = _last_conv(trial, pair)
         norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
