@@ -55,9 +55,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
     places = list(_places(small, whole))
     ends = Counter(place.whole_end for place in places)  # that are still to come
     rows = ROWS / (length_hint(calls.batches) or 16)
-    wait = not any(
-        gm.meta.get("islands") for gm in (small, whole)
-    )  # nobody knows what an island keeps or gives
+    wait = not (small.meta.get("islands") or whole.meta.get("islands"))  # nobody knows what an island keeps
     draw = torch.Generator().manual_seed(0)
     pairs: list[tuple[_Paused, _Paused]] = []
     fitted = []
@@ -79,7 +77,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
                 other.forget()
         if sums is not None and renew(place.layer, sums):
             fitted.append(str(place.node.target))
-    log.info("refit: %d layers, and the mean of %d", len(fitted), len(places) - len(fitted))
+    log.info("refit: %d of %d layers behind a cut have new weights", len(fitted), len(places))
     return fitted
 
 
@@ -96,10 +94,9 @@ def _sums(
         return None
     if x.dim() != layer.weight.dim() and (norm is not None or not isinstance(layer, nn.Linear)):
         return None  # channels are not where weights and norms look for them
-    lacks = wanted - has
-    return (
-        moment(place.layer, x, lacks, rows, draw, batch) if place.less else total(place.layer, lacks, batch)
-    )
+    if not place.less:
+        return total(place.layer, wanted - has, batch)
+    return moment(place.layer, x, wanted - has, rows, draw, batch)
 
 
 def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Iterator[Call | None]:
