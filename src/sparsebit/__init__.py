@@ -85,9 +85,8 @@ def prune(
     macs, params, latency   the share of multiplications, parameters, or time on this machine that stays.
     sparser   what decides: l1norm (if nothing is said), l2norm, fpgm, lamp, slimming, random; with data: hrank,
               wanda; with data and a loss: taylor, fisher.
-    batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and for all to
-              mend with: what reads less than before is fitted to the whole model. A few hundred samples, no labels.
-              loss(output, target) is cross entropy if nothing is said.
+    batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
+              with (layers are fitted to the whole model). loss(output, target): cross entropy if nothing is said.
     scope     "layer" (the default): the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels.
     heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
