@@ -23,12 +23,8 @@ class Batches:
             raise ConfigError(
                 f"{what}: batches are read several times; pass a list or a loader, not a generator"
             )
-        self.batches, self.progress, self.signature, self.what = (
-            as_iterable(batches),
-            progress,
-            signature_of(gm),
-            what,
-        )
+        self.batches, self.signature = as_iterable(batches), signature_of(gm)
+        self.progress, self.what = progress, what
         self.device = next((p.device for p in gm.parameters()), torch.device("cpu"))
 
     def __iter__(self) -> Iterator[Call]:
