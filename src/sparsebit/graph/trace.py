@@ -80,7 +80,7 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
             copied = nn.Sequential(copied).train(copied.training)  # a single layer is a network too
         state = State(copied)
         try:
-            with _eval(copied), tracer.prepared_torch(), torch.enable_grad():
+            with evaluating(copied), tracer.prepared_torch(), torch.enable_grad():
                 graph = tracer.trace(copied)
             state.settle()
         except Exception as error:
@@ -127,7 +127,7 @@ def _disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) ->
         args, kwargs = own_call(*example)
         return pytree.tree_leaves(m(*args, **kwargs))
 
-    with _eval(model), _eval(gm):
+    with evaluating(model), evaluating(gm):
         try:
             expected = run(model)
         except Exception as error:
@@ -156,7 +156,8 @@ def _same(a: list[Any], b: list[Any]) -> bool:
 
 
 @contextmanager
-def _eval(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is not in training; afterwards every module is as it was."""
     flags = {m: m.training for m in model.modules()}
     model.eval()
     try:

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import to_device
 from sparsebit.graph.ops import ADDS, op_of
-from sparsebit.graph.trace import own_copy
+from sparsebit.graph.trace import evaluating, own_copy
 from sparsebit.sparse import allocate, feeding, fitting
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.closeness import Batches
@@ -109,13 +109,8 @@ class SparseModel(nn.Module):
         source: nn.Module = self._hidden["source"] if whole is None else whole
         device = next((p.device for p in source.parameters()), self.device)
         whole = traced(source, to_device(self.example, device)).to(self.device).eval()
-        flags = {module: module.training for module in self.modules()}
-        self.eval()
-        try:
+        with evaluating(self):
             fitting.fit(self.model, whole, Batches(self.model, batches, False, "refit"), progress)
-        finally:
-            for module, flag in flags.items():
-                module.training = flag
         return self
 
     def penalty(self) -> Tensor:
