@@ -30,7 +30,6 @@ import assets
 import sparsebit
 from calibration import resnet18
 
-logging.disable(logging.WARNING)  # torch's exporter and onnxruntime's tool talk a lot
 MOST = {"time": 1.05, "w8a8": 0.27, "w4": 0.14}
 MATTERS = ("Conv", "FusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Add")
 
@@ -120,6 +119,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--images", type=int, default=32, help="to calibrate on")
     args = parser.parse_args()
+    logging.disable(logging.WARNING)  # torch's exporter and onnxruntime's tool talk a lot
     print(f"onnxruntime {ort.__version__}, torch {torch.__version__}, one thread, 1x3x224x224")
     for name in args.models:
         net, data = model_and_data(name, args.images)

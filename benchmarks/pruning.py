@@ -45,7 +45,7 @@ def ours(method: str, net: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> t
                       with data, layers behind a cut are refit and batch norms re-estimated: what batches= does
     l2norm, no data   without that
     l2norm, all       channels of the residual streams too, of all layers together
-    l2norm, fast      multiples of 8 inner channels, after residual blocks that have 16 were put side by side, in pairs
+    l2norm, fast      multiples of 8 inner channels, after residual blocks of 16 or 32 were put side by side, in pairs
     """
     strategy, _, form = method.partition(", ")
     sparser: dict[str, Any] = {"STRATEGY": strategy, "RATIO": 0.5}
@@ -118,7 +118,7 @@ def fine_tune(net: nn.Module, x: Tensor, y: Tensor, lr: float, seed: int = 0) ->
     net.eval()
 
 
-def best_of(runs: dict[str, Callable[[], Any]], rounds: int = 15) -> dict[str, float]:
+def best_of(runs: dict[str, Callable[[], Any]], rounds: int = 60) -> dict[str, float]:
     """CPU time of one thread, interleaved, the best of each: machines are noisy."""
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):

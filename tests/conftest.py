@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,20 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that at the end no worker waits for one that has just begun."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _logging_stays_on() -> Iterator[None]:
+    """A script or test that silences the process would make later tests of warnings fail, in other files."""
+    yield
+    silenced = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    assert not silenced, "this test left logging disabled"

@@ -91,7 +91,7 @@ def prune(
     round_to  layers keep a multiple of this many channels.
     heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
     merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
-              to change least; "auto": pairs that are too narrow to get faster with half of their channels; or names.
+              to change least; "auto": every pair of at most 32 channels, too narrow for kernels once halved; or names.
     depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
               that `batches` show to matter least; or names.
     config    a SparseConfig, YAML path or mapping; sparser, scope, round_to, heads and ratio go before what it says.

@@ -301,11 +301,14 @@ def test_options(sparsebit, work, options):
 # -- pruning ---------------------------------------------------------------------------------------------
 PRUNING = {
     "--ratio 1.5": ["ratio: must be at least 0 and below 1, got 1.5"],
-    "--macs 2": ["budget: must be above 0 and at most 1, got 2"],
-    "--macs 0.0001": ["budget: 0.0001 cannot be reached"],
+    "--macs 2": ["macs: must be above 0 and at most 1, got 2"],
+    "--macs 0.0001": ["macs: 0.0001 cannot be reached"],
+    "--latency 2": ["latency: must be above 0 and at most 1, got 2"],
     "--macs 0.5 --params 0.5": ["one of ratio, macs, params"],
+    "--ratio 0.5 --latency 0.5": ["one of ratio, macs, params and latency"],
     "--sparser l1nrm": ["--sparser l1nrm: no such sparser; did you mean l1norm?"],
     "--sparser wanda": ["--sparser wanda: decides by data; add --data"],
+    "--sparser sparsegpt": ["--sparser sparsegpt: removes single weights, and this command channels"],
     "--merge 1": ["--merge: layers are fitted to data; add --data"],
     "--data x.npy --depth -1": ["depth: must be at least 0, got -1"],
     "--data x.npy --depth layer9": ["depth: none is called layer9"],

@@ -87,6 +87,23 @@ def test_arguments_by_name_and_several_outputs(tmp_path):
     assert [i.name for i in onnx.load(path).graph.input] == ["x", "y"]
 
 
+def _mean_too(y: Tensor) -> tuple[Tensor, Tensor]:
+    return y, y.mean()
+
+
+@pytest.mark.parametrize("kind", ["quantized", "pruned", "plain"])
+def test_an_output_that_is_a_single_number(kind, tmp_path):
+    torch.manual_seed(0)
+    net, x, path = Calls(_mean_too).eval(), torch.randn(3, 4), str(tmp_path / "m.onnx")
+    if kind == "plain":
+        model, report = net, export_module(net, x, path)
+    else:
+        model = sparsebit.quantize(net, [x]) if kind == "quantized" else sparsebit.SparseModel(net, example=x)
+        report = model.export_onnx(x, path)
+    assert report.ok and sparsebit.verify(path, model, [x]).ok
+    assert [y.ndim for y in run(Path(path), x)] == [2, 0]
+
+
 NOT_IN_ONNX = {  # neither pruned nor whole
     "lstm with projections": "torch's exporter writes a file that onnxruntime refuses",
     "one head": "torch's exporter knows attention with four axes only",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import threading
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from models import Checks
 from sparsebit.errors import TraceError
@@ -244,6 +247,122 @@ def test_no_grad_block_stays_without_gradient():
     with torch.no_grad():
         gm(X)
         assert not torch.is_grad_enabled()
+
+
+class Lists(nn.Module):
+    def forward(self, xs, *more):
+        nested = [y for pair in more for y in pair]
+        return sum(xs) + sum(nested) if nested else sum(xs)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_of_another_length_are_refused(kind):
+    """What is too much would be ignored."""
+    x = [torch.full((2,), float(i)) for i in range(4)]
+    gm = trace(Lists(), LeafTracer(), ((kind(x[:2]), kind(x[1:3])), {}))
+    assert not gm.meta["islands"] and torch.equal(gm(kind(x[:2]), kind(x[2:])), x[0] + x[1] + x[2] + x[3])
+    with pytest.raises(TraceError, match=r"forward\(xs=...\): has 3 items, and the model was traced with 2"):
+        gm(kind(x[:3]), kind(x[:2]))
+    for more in ([kind(x[:3])], [kind(x[:2]), kind(x[:2])]):
+        with pytest.raises(TraceError, match="items, and the model was traced with"):
+            gm(kind(x[:2]), *more)
+
+
+class Counts(nn.Module):
+    def forward(self, xs, unused=None):
+        return torch.nn.utils.rnn.pad_sequence(xs, batch_first=True).sum(0) / len(xs)
+
+
+def test_the_length_of_a_list_is_no_constant():
+    x = [torch.ones(i) for i in (1, 2, 3, 4)]
+    gm = trace(Counts(), LeafTracer(), ((x[:2], x[:1]), {}))
+    torch.testing.assert_close(gm(x[2:], x), Counts()(x[2:]))  # nobody counts the other one
+    torch.testing.assert_close(gm(x, x), Counts()(x))
+    assert "pads sequences" in gm.meta["islands"][""].error  # and so it stays whole
+
+
+class Asks(nn.Module):
+    """`isinstance` or `type` of a list of numbers."""
+
+    def __init__(self, exact):
+        super().__init__()
+        self.exact = exact
+
+    def forward(self, x, size):
+        if type(size) is list if self.exact else isinstance(size, list):
+            x = x[..., : size[0]]
+        return x.sum()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_list_of_numbers_is_a_list(exact):
+    """On the example both branches give the same."""
+    x = torch.arange(8.0)
+    gm = trace(Asks(exact), LeafTracer(), ((x, [7]), {}))
+    assert not gm.meta["islands"] and float(gm(x, [7])) == 21
+    assert ("size" in gm.meta["fixed"]) is exact  # then another value is refused by whoever runs the graph
+    assert exact or float(gm(x, [4])) == 6
+
+
+def test_an_import_in_another_thread_and_one_that_is_late(tmp_path, monkeypatch):
+    (tmp_path / "slowly.py").write_text("import time; time.sleep(0.5)\nfrom torch import arange\n")
+    (tmp_path / "lazily.py").write_text("from torch import arange\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = []
+
+    class Imports(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=importlib.import_module, args=("slowly",))
+            thread.start()
+            spec = importlib.util.find_spec("lazily")
+            assert "arange" in spec.loader.get_source("lazily")
+            late.append((thread, spec))
+            return x * 2
+
+    kept = torch.arange, torch.Tensor.__getitem__, CheckpointFunction.apply.__func__
+    gm = trace(Imports(), LeafTracer())
+    for thread, _ in late:
+        thread.join()
+    spec = late[-1][1]
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not gm.meta["islands"] and module.arange is torch.arange
+    assert (torch.arange, torch.Tensor.__getitem__, CheckpointFunction.apply.__func__) == kept
+    sys.modules.pop("slowly")
+
+
+def test_two_threads_trace_one_after_the_other():
+    kept, found = torch.arange, []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    go = lambda: found.append(len(trace(model, LeafTracer()).graph.nodes))
+    threads = [threading.Thread(target=go) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found == [5] * 4 and torch.arange is kept
+
+
+def test_what_is_imported_meanwhile_sees_torch_as_it_is(tmp_path, monkeypatch):
+    """torch.utils.checkpoint imports torch._dynamo, which keeps torch.finfo: a wrapper there breaks torch.compile."""
+    inside = "from torch import Tensor, arange, finfo\nget = Tensor.__getitem__\n"
+    (tmp_path / "late.py").write_text(f"import later\n{inside}")
+    (tmp_path / "later.py").write_text(inside)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Imports(nn.Module):
+        def forward(self, x):
+            import late
+
+            return x[:, : late.arange(x.shape[1]).shape[0]] * torch.finfo(x.dtype).eps
+
+    before, kept = list(sys.meta_path), (torch.Tensor, torch.arange, torch.finfo, torch.Tensor.__getitem__)
+    gm = trace(Imports(), LeafTracer())
+    assert not gm.meta["islands"] and sys.meta_path == before
+    for name in ("late", "later"):
+        module = sys.modules.pop(name)
+        assert (module.Tensor, module.arange, module.finfo, module.get) == kept
+    assert "finfo" in str(gm.graph) and gm(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_checkpointed_part_has_gradients():

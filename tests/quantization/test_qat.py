@@ -491,3 +491,17 @@ def test_feature_match():
     assert not any(m._forward_pre_hooks for m in net.modules())
     with pytest.raises(ConfigError, match="'nowhere' is not a layer of both"):
         sparsebit.qat.FeatureMatch(qmodel, net, ["nowhere"])
+
+
+class Dropped(Tiny):
+    def forward(self, x):
+        x = F.dropout(F.relu(self.bn1(self.conv1(x))), 0.5, self.training)
+        return self.fc(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
+
+
+def test_functional_dropout_is_on_in_training_only():
+    """It was traced in eval mode, and frozen there."""
+    model = QuantModel(Dropped().eval(), {}).calibrate([X[0]])
+    model.init_QAT()
+    assert torch.equal(model.eval()(X[0]), model(X[0]))
+    assert not torch.equal(model.train()(X[0]), model(X[0]))  # of batch statistics, which are the same

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from random_nets import STEPS, Random
 from torch import nn
 
+import sparsebit
 from models import randomise
 from sparsebit.errors import SparsebitError
+from sparsebit.sparse import SparseModel
 from sparsebit.sparse.allocate import uniform
 from sparsebit.sparse.channel_rules import CHANNEL_RULES, pointwise
 from sparsebit.sparse.opened import OPEN, OpenAttention
@@ -88,6 +90,103 @@ def test_kept_with_a_reason(act, middle, reason):
 def test_cut(act, middle):
     walk, small = between(act, middle)
     assert small.a.out_channels < 8, walk.labels.why_fixed
+
+
+class Bounded(nn.Module):
+    """A bound for every channel, a parameter or computed."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(3, 8, 1)
+        self.low, self.high = nn.Parameter(-torch.rand(8, 1, 1)), nn.Parameter(torch.rand(1, 8, 1, 1))
+        self.act = act
+
+    def forward(self, x):
+        return self.b(self.act(self, self.a(x), x))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m, y, x: torch.clamp(y, max=m.high),
+        lambda m, y, x: torch.clip(y, m.low, m.high),
+        lambda m, y, x: y.clamp(min=m.low),
+        lambda m, y, x: y.clamp_(m.low, m.high),
+        lambda m, y, x: torch.clamp_max(y.clamp_min(m.low), m.high),
+        lambda m, y, x: y.clamp(max=m.c(x)),
+        lambda m, y, x: torch.fmin(y, m.high),
+    ],
+)
+def test_bounds_follow_the_channels(act):
+    walk, small = halved(Bounded(act), channel_nets.image())
+    assert small.a.out_channels == 4, walk.labels.why_fixed
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m, y, x: y / m.high,
+        lambda m, y, x: (y - m.low) / (m.high.sqrt()),
+        lambda m, y, x: y + torch.sin(m.high * y) ** 2 / m.high,  # snake
+        lambda m, y, x: y * m.high.rsqrt() + torch.log(m.high),
+        lambda m, y, x: torch.addcdiv(y, m.low, m.high),
+        lambda m, y, x: torch.div(input=y, other=m.high),
+        lambda m, y, x: y * m.high.sqrt() + torch.hypot(y, m.high),
+        lambda m, y, x: (y * y + m.high * m.high).sqrt(),
+        lambda m, y, x: y / (y.abs() + m.high),
+        lambda m, y, x: y / (F.relu(y) + m.high * m.low.abs()),
+        lambda m, y, x: (torch.sigmoid(y) * m.high).log(),
+        lambda m, y, x: y / (m.high * y.mean((0, 2, 3), keepdim=True).abs().exp()),
+        lambda m, y, x: y / (y.exp() * m.high).view(y.shape),
+        lambda m, y, x: y / m.high**0.5 + torch.pow(m.high, exponent=-1),
+    ],
+)
+def test_what_is_divided_by_goes_with_the_channels(act):
+    net, x = Bounded(act), channel_nets.image()
+    walk, small = halved(net, x)
+    assert small.a.out_channels == 4, walk.labels.why_fixed
+    smodel = SparseModel(net, {"SPARSER": {"RATIO": 0.5}}, x)
+    smodel.calc_params()
+    assert smodel(x).isfinite().all()  # where channels go, nothing is divided by zero
+    torch.testing.assert_close(smodel.compact()(x), smodel(x))
+    smodel.train()(x).square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in smodel.parameters())
+
+
+def test_squares_do_not_unmask_what_is_added_to_the_channels():
+    """A norm by hand divides by a mean over the channels, which is no zero where one of them goes."""
+
+    def norm(m, y, x):
+        y = y + m.high
+        return y / (y**2).mean(1, keepdim=True).add(1e-6).sqrt()
+
+    model = SparseModel(Bounded(norm), {"SPARSER": {"RATIO": 0.5}}, channel_nets.image())
+    assert "high" not in model.walk().divisors
+
+
+def test_weights_that_are_computed_step_by_step_take_no_longer_than_their_graph():
+    class Sinkhorn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.o, self.w = nn.Linear(8, 16), nn.Linear(16, 3), nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            w = self.w
+            for _ in range(20):  # 2 to the power of 40 paths
+                w = w - w.logsumexp(0, keepdim=True)
+                w = w - w.logsumexp(1, keepdim=True)
+            return self.o(F.relu(self.a(x)) @ w.exp())
+
+    x = torch.randn(4, 8)
+    assert sparsebit.prune(Sinkhorn(), x, 0.5)(x).shape == (4, 3)
+
+
+def test_a_divisor_is_not_taken_for_zero():
+    """What it is added to has no zeros where channels go: no sum may run over them."""
+    walk, small = halved(
+        Bounded(lambda m, y, x: y / m.high + (y + m.high).sum(1, keepdim=True)), channel_nets.image()
+    )
+    assert small.a.out_channels == 8 and any("sum" in why for why in walk.labels.why_fixed.values())
 
 
 class Parametrized(nn.Module):
@@ -202,6 +301,37 @@ def test_values_keep_the_heads_that_their_weights_keep(shape, heads):
     assert small.v.out_features == (
         8 if shape[1] > 1 else 16
     )  # half the dimensions of every head, if it has some
+
+
+class Positions(nn.Module):
+    """A residual stream with a table of positions that is longer than it is wide."""
+
+    def __init__(self, shape, kind):
+        super().__init__()
+        table = torch.randn(shape)
+        if kind == "learned":
+            self.pos = nn.Parameter(table)
+        else:
+            self.register_buffer("pos", table)
+        self.e, self.up, self.down, self.out = (
+            nn.Embedding(9, 8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x):
+        rows = self.pos[:, : x.size(1)] if len(self.pos) == 1 else self.pos[: x.size(1)].transpose(0, 1)
+        h = self.e(x) + rows
+        return self.out(h + self.down(self.up(h).relu()))
+
+
+@pytest.mark.parametrize("heads", ["whole", "dimension"])
+@pytest.mark.parametrize("shape, kind", [((1, 40, 8), "learned"), ((40, 1, 8), "computed")])
+def test_a_table_longer_than_the_example_does_not_block_the_stream(shape, kind, heads):
+    walk, small = halved(Positions(shape, kind), torch.randint(9, (2, 5)), heads=heads)
+    assert small.e.embedding_dim == 4 and small.pos.shape == (*shape[:2], 4), walk.labels.why_fixed
+    assert small(torch.randint(9, (3, 40))).shape == (3, 40, 3)
 
 
 def test_tied_embedding_is_cut_once():

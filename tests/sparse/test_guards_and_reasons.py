@@ -9,6 +9,7 @@ from typing import Optional
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, fx, nn
 
@@ -73,6 +74,56 @@ def test_the_sparse_model_refuses_them_too():
     scale = torch.randn(1)
     known = SparseModel(model, None, (X, scale))
     torch.testing.assert_close(known(X, scale * 2), model(X, scale * 2))
+
+
+@pytest.mark.parametrize("way", ["as it is", "pickled", "pruned again"])
+def test_an_optional_input_of_the_example_is_required(way):
+    """Its default None is what the graph cannot take: whoever traces it again would put it there."""
+    scale = torch.rand(1)
+    again = {**PASSED_ON, "pruned again": lambda m: sparsebit.prune(m, (X, scale), ratio=0.25)}
+    small = again[way](sparsebit.prune(Optionals().eval(), {"x": X, "scale": scale}, ratio=0.25))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'scale'"):
+        small(X)
+    with pytest.raises(TraceError, match="times=1"):
+        small(X, scale, times=3)
+    assert small(X, scale=scale).shape == (2, 4)
+    quantized = sparsebit.QuantModel(small, {})
+    assert not quantized.model.meta["islands"]
+    torch.testing.assert_close(quantized(X, scale), small(X, scale))
+
+
+def test_an_input_behind_one_that_is_left_out_stays_optional():
+    class Two(Optionals):
+        def forward(self, x, shift=None, scale=None):
+            h = super().forward(x, scale)
+            return h if shift is None else h + shift
+
+    scale = torch.rand(1)
+    small = sparsebit.prune(Two().eval(), {"x": X, "scale": scale}, ratio=0.25)
+    assert small(X, scale=scale).shape == (2, 4)
+    with pytest.raises(TraceError, match="shift"):
+        small(X, scale, scale)
+    with pytest.raises(TraceError, match=r"forward\(scale=...\): is missing"):
+        small(X)
+
+
+def test_an_optional_input_that_nothing_reads_stays_optional():
+    class Trained(Optionals):
+        def forward(self, x, labels=None):
+            y = super().forward(x).view(-1, 4)
+            return F.cross_entropy(y, labels) if self.training and labels is not None else y
+
+    small = sparsebit.prune(Trained().eval(), {"x": X, "labels": torch.zeros(2, dtype=torch.long)}, 0.25)
+    assert small(X).shape == (2, 4)
+
+
+@pytest.mark.parametrize("more", [(), (torch.zeros(2, dtype=torch.long),)])
+def test_batches_may_look_like_an_example_with_optional_inputs(more):
+    scale = torch.rand(1)
+    small = sparsebit.prune(
+        Optionals().eval(), (X, scale), 0.25, batches=[(X, scale, *more)] * 2, progress=False
+    )
+    assert small(X, scale).shape == (2, 4)
 
 
 def test_the_guard_is_scripted_traced_and_exported():
@@ -261,12 +312,14 @@ class Integers(nn.Module):
 
 
 class FirstState(nn.Module):
+    """Its size is that of the input, twice."""
+
     def __init__(self):
         super().__init__()
         self.rnn, self.b = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 4)
 
     def forward(self, x):
-        return self.b(self.rnn(x[:, None], torch.zeros(1, x.shape[0], 16))[0])
+        return self.b(self.rnn(x[:, None], torch.zeros(1, x.shape[0], 2 * x.shape[1]))[0])
 
 
 class PooledChannels(nn.Module):
@@ -276,6 +329,16 @@ class PooledChannels(nn.Module):
 
     def forward(self, x):
         return self.b(nn.functional.avg_pool1d(self.a(x)[:, None], 2))
+
+
+class MeanSquare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 def parametrized(how):
@@ -300,6 +363,7 @@ KEPT = {
         r"1: the 16 channels of 0 go together",
     ),
     "pooled channels": (PooledChannels, r"avg_pool1d: the 16 channels of a go together"),
+    "a norm by hand": (MeanSquare, r"mean: mean over channels needs all of them \(nn.LayerNorm and"),
     "integers": (Integers, r"mul: channels meet"),
     "a first state": (FirstState, r"rnn: channels meet"),
 }

@@ -15,7 +15,7 @@ from torch import nn
 import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
-from sparsebit.sparse import merge
+from sparsebit.sparse import merge, merging
 from sparsebit.sparse.costs import macs
 from sparsebit.sparse.least_squares import DAMPING
 from sparsebit.sparse.merging import _side_by_side, find_pairs
@@ -159,29 +159,76 @@ def test_a_block_that_does_nothing_merges_without_loss(net):
         assert torch.equal(a, b)
 
 
-def test_more_than_two_and_narrow_ones_first(net):
+def test_pairs_first_the_narrowest_before_others_and_more_than_two_at_last(net):
     model, x = net
-    small = merge(model, x, 2, [x])
-    assert set(small.merged) == {"blocks.0", "blocks.1"}
-    assert small.blocks.get_submodule("2").conv1.out_channels == 24
+    one = merge(model, x, 1, [x]).merged
+    assert one[0] in ("blocks.0", "blocks.1")
+    assert merge(model, x, 2, [x]).merged == [*one, "blocks.4"]
     everything = merge(model, x, 3, [x])
     assert set(everything.merged) == {"blocks.0", "blocks.1", "blocks.4"}
+    assert everything.blocks.get_submodule("2").conv1.out_channels == 24
 
 
-def test_auto_pairs_what_cannot_be_halved_in_whole_kernel_blocks():
+def test_auto_merges_every_pair_of_narrow_blocks_once():
     torch.manual_seed(0)
     stem, x = nn.Conv2d(3, 16, 1), torch.randn(4, 3, 8, 8)
-    blocks = [Block(16, 16), Block(16, 16), Block(16, 16), Block(16, 32, 2), Block(32, 32), Block(32, 32)]
+    narrow = [*(Block(16, 16) for _ in range(5)), Block(16, 32, 2), Block(32, 32), Block(32, 32)]
+    blocks = [*narrow, Block(32, 48, 2), Block(48, 48), Block(48, 48)]
     model = randomise(nn.Sequential(stem, *blocks)).eval()
     merged = merge(model, x, "auto", [x]).merged
-    assert len(merged) == 1 and merged[0] in ("1", "2")  # the third stays, and so do the ones of 32
+    *first, last = merged
+    assert last == "7" and len(first) == 2 and set(first) < {"1", "2", "3", "4"}
+    assert abs(int(first[0]) - int(first[1])) >= 2  # two pairs of the five, never three blocks in one
     small = sparsebit.prune(model, x, 0.5, merge="auto", batches=[x], progress=False)
     assert small.pruning_plan.merged == merged
-    wide = nn.Sequential(nn.Conv2d(3, 32, 1), Block(32, 32), Block(32, 32)).eval()
+    wide = nn.Sequential(nn.Conv2d(3, 48, 1), Block(48, 48), Block(48, 48)).eval()
     wide = sparsebit.prune(wide, x, 0.5, merge="auto", batches=[x], progress=False)
     assert (
         wide.pruning_plan.merged == [] and type(wide) is nn.Sequential
     )  # nothing was done: the user's class
+
+
+def test_auto_leaves_no_block_alone_that_could_be_in_a_pair():
+    """Of four in a row the two in the middle would change least: they are copies that do next to nothing."""
+    torch.manual_seed(0)
+    model = randomise(nn.Sequential(nn.Conv2d(3, 8, 1), *(Block(8, 8) for _ in range(4)))).eval()
+    for i in (2, 3):
+        nn.init.constant_(model[i].bn2.weight, 1e-3)
+    x = torch.randn(4, 3, 8, 8)
+    assert merge(model, x, 1, [x]).merged == ["2"]
+    assert sorted(merge(model, x, "auto", [x]).merged) == ["1", "3"]
+
+
+def test_auto_pairs_the_blocks_of_two_branches_that_are_called_in_turn():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.ModuleList(Block(8, 8) for _ in range(4)) for _ in range(2))
+            for block in (*self.a[1:3], *self.b[1:3]):  # those in the middle would go first
+                nn.init.constant_(block.bn2.weight, 1e-3)
+
+        def forward(self, x):
+            u = v = x
+            for p, q in zip(self.a, self.b):
+                u, v = p(u), q(v)
+            return u, v
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 8, 8)
+    assert sorted(merge(Turns().eval(), x, "auto", [x]).merged) == ["a.0", "a.2", "b.0", "b.2"]
+
+
+def test_few_samples_choose_and_all_of_them_fit(net, monkeypatch):
+    model, x = net
+    seen = []
+    values = merging.values_at
+    monkeypatch.setattr(merging, "CHOICE", 6)
+    monkeypatch.setattr(merging, "values_at", lambda gm, at, call: seen.append(call) or values(gm, at, call))
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(5)]
+    small = merge(model, x, 1, batches)
+    assert len(names(model, x)) > 1 and len(seen) == 2 * (1 + 2) + 5 * (1 + 1)  # the whole and each trial
+    again = merge(model, x, small.merged, batches)
+    torch.testing.assert_close(small(x), again(x))
 
 
 def test_the_pair_that_goes_is_the_one_that_changes_the_output_least_once_fitted(net):

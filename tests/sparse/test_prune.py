@@ -201,7 +201,7 @@ def test_the_smallest_filters_go():
         ({"ratio": 1.0}, "ratio: must be at least 0 and below 1"),
         ({"ratio": 0.5, "macs": 0.5}, "one of ratio, macs, params and latency"),
         ({"macs": 0.0001}, "cannot be reached"),
-        ({"params": 1.5}, "budget: must be above 0"),
+        ({"params": 1.5}, "params: must be above 0"),
         ({"round_to": 0}, "round_to"),
     ],
 )

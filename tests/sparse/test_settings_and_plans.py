@@ -448,7 +448,7 @@ class Stateful(nn.Module):
 ONE = torch.ones(1)
 CALLS = {
     "token ids": (Padded, (torch.arange(1, 15).view(2, 7),), {}, True),
-    "lengths": (Lengths, (torch.randn(3, 5, 6), torch.tensor([5, 3, 2])), {}, False),  # runs whole
+    "lengths": (Lengths, (torch.randn(3, 5, 6), torch.tensor([5, 3, 2])), {}, True),
     "parameters of functions": (Functional, (torch.randn(2, 8),), {}, True),
     "structures": (Stateful, (torch.randn(2, 8), (ONE, ONE), [ONE], {"c": ONE}, 2), {}, True),
     "both kinds of arguments": (
@@ -513,3 +513,62 @@ def test_an_example_that_no_file_can_hold():
     assert plan.apply(net, (x, torch.float64)).a.out_features == 8
     with pytest.raises(SparsebitError, match="the plan is of another model: its example does not fit"):
         sparsebit.prune(mlp(), torch.randn(2, 16), 0.5).pruning_plan.apply(net)
+
+
+# -- what is read from YAML, and what is shown ---------------------------------------------------------------
+@pytest.mark.parametrize("written", ["2:4", '"2:4"'])
+def test_a_pattern_needs_no_quotes(written, tmp_path):
+    """YAML takes 2:4 for minutes and seconds."""
+    (tmp_path / "sconfig.yaml").write_text(f"SPARSER:\n  TYPE: unstructured\n  PATTERN: {written}\n")
+    assert parse_sconfig(str(tmp_path / "sconfig.yaml")).SPARSER.PATTERN == "2:4"
+
+
+@pytest.mark.parametrize("pattern", [7, "2of4", "4:", True])
+def test_what_is_no_pattern(pattern):
+    with pytest.raises(ConfigError, match=r'SPARSER.PATTERN: expected N:M such as "2:4", got'):
+        parse_sconfig({"SPARSER": {"TYPE": "unstructured", "PATTERN": pattern}})
+
+
+def test_a_ratio_beside_a_pattern():
+    with pytest.raises(ConfigError, match=r"SPARSER.RATIO: is 0\.9, but PATTERN 2:4 says how much goes"):
+        parse_sconfig({"SPARSER": {"TYPE": "unstructured", "PATTERN": "2:4", "RATIO": 0.9}})
+
+
+class Sides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.d = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 8, 3, 1, 1, groups=8)
+        self.u, self.n = nn.ConvTranspose2d(8, 6, 2, 2), nn.BatchNorm2d(6)
+        self.r, self.o = nn.LSTM(6, 10, 2), nn.Linear(10, 2)
+
+    def forward(self, x):
+        return self.o(self.r(self.n(self.u(self.d(self.a(x)))).mean(3).permute(2, 0, 1))[0])
+
+
+def test_the_plan_says_what_every_layer_reads_and_makes():
+    plan = sparsebit.prune(Sides().eval(), torch.randn(2, 3, 4, 4), 0.5).pruning_plan
+    assert str(plan).splitlines()[:6] == [
+        "a  out 8 -> 4",
+        "d  8 -> 4",
+        "u  in 8 -> 4, out 6 -> 3",
+        "n  6 -> 3",
+        "r  hidden 10 -> 5, in 6 -> 3",
+        "o  in 10 -> 5",
+    ]
+
+
+def test_several_inputs_and_a_target_in_a_tuple_of_their_own():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.o = nn.Linear(8, 16), nn.Linear(16, 3)
+
+        def forward(self, x, scale):
+            return self.o(F.relu(self.a(x)) * scale)
+
+    x, scale, y = torch.randn(4, 8), torch.rand(1), torch.zeros(4, dtype=torch.long)
+    cut = lambda batch: sparsebit.prune(Two().eval(), (x, scale), 0.5, sparser="taylor", batches=[batch])
+    for batch in ((x, scale, y), ({"x": x, "scale": scale}, y)):
+        assert cut(batch).a.out_features == 8
+    with pytest.raises(CalibrationError, match=r"give \(first, second, target\), or a dict of inputs"):
+        cut(((x, scale), y))

@@ -13,7 +13,8 @@ import zoo_torchvision
 from zoo_run import difference, forward, joined, waken
 
 from sparsebit.sparse.allocate import uniform
-from sparsebit.sparse.prune import compact, walk_of
+from sparsebit.sparse.compacting import compact
+from sparsebit.sparse.prune import walk_of
 from sparsebit.sparse.surgery import Cut
 
 pytestmark = pytest.mark.zoo

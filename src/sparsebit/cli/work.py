@@ -180,7 +180,7 @@ def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> 
             report = write_onnx(model, batches, run.folder / ONNX, fixed_batch)
             facts.update(file=ONNX, bytes=report.bytes, certificate=certificate_lines(report))
     except ExportError as error:
-        show_error(str(error))
+        show_error(f"{error}\n  the rest of the run is finished; with --no-export there is no file to fail")
         log.info("export failed: %s", error)
         return {"ok": False, "error": str(error)}
     return {"ok": True, **run.about["steps"]["export"]}

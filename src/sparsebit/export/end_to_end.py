@@ -131,8 +131,8 @@ def difference(a: Array, b: Array) -> Array:
     """|a - b|; equal infinities and NaN in the same place are no difference, NaN in one of them is infinite."""
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b)
-    apart[(a == b) | (np.isnan(a) & np.isnan(b))] = 0
-    return np.nan_to_num(apart, nan=np.inf)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.nan_to_num(np.where(same, 0.0, apart), nan=np.inf)  # an array, also of a single number
 
 
 def check_output(expected: list[Array], got: list[Array]) -> float:

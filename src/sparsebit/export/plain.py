@@ -20,13 +20,14 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files, runtime
-from sparsebit.export.calls import Call, call_of, called, calls_of, evaluating
+from sparsebit.export.calls import Call, call_of, called, calls_of
 from sparsebit.export.end_to_end import Comparison, Rows, answers, check_output, rounding_of
 from sparsebit.export.first_difference import first_difference
 from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.runtime import Array
 from sparsebit.export.to_onnx import quiet, require, to_program
 from sparsebit.export.types import exporter_opset
+from sparsebit.graph.training import evaluating
 
 LOUD = 1e-2  # a noise floor above this lets much pass
 

@@ -16,6 +16,12 @@ from torch import fx, nn
 
 from sparsebit.errors import ExportError
 
+RECURRENT = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
+PADDED = (
+    "for the file, give the recurrent layer the padded tensor itself (a layer of one direction computes the same up "
+    "to the end of each sequence), or cut this part off and export the rest of the model"
+)
+
 
 def to_onnx(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opset: int, **options: Any
@@ -131,18 +137,29 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 def _explain(error: BaseException, model: nn.Module) -> str:
     """The innermost reason and the module it is in, without the exporter's framing."""
-    where = ""
+    where, packed = "", False
     while True:
-        where = _module_path(error, model) or where
+        where, packed = _module_path(error, model) or where, packed or _is_packed(error)
         if error.__cause__ is None:
             break
         error = error.__cause__
     lines = [line for line in str(error).split("While executing")[0].splitlines() if line.strip()]
-    return (
-        f"torch's exporter cannot translate {where or 'the model'}: {type(error).__name__}: "
-        f"{' '.join(lines[:2])[:600]}\n"
-        f"  fix: write that part with other ops, or cut it off and export the rest of the model"
+    what = f"packed sequences in {where}".removesuffix(" in ") if packed else where or "the model"
+    fix = (
+        PADDED if packed else "write that part with other ops, or cut it off and export the rest of the model"
     )
+    return (
+        f"torch's exporter cannot translate {what}: {type(error).__name__}: {' '.join(lines[:2])[:600]}\n"
+        f"  fix: {fix}"
+    )
+
+
+def _is_packed(error: BaseException) -> bool:
+    """Was a recurrent layer of torch at work on a packed sequence, or one being made?"""
+    inside = [
+        f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_globals.get("__name__") in RECURRENT
+    ]
+    return any(f.f_locals.get("batch_sizes") is not None or "pack" in f.f_code.co_name for f in inside)
 
 
 def _module_path(error: BaseException, model: nn.Module) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
@@ -82,7 +83,7 @@ def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], 
     """
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if not isinstance(batch, (tuple, list)):
+    if not isinstance(batch, (tuple, list)) or isinstance(batch, PackedSequence):
         return (batch,), {}
     if len(batch) == 2 and isinstance(batch[0], Mapping) and _takes(signature, batch[0]):
         return (), dict(batch[0])
@@ -104,7 +105,7 @@ def _required(signature: inspect.Signature) -> int:
 
 
 def as_iterable(batches: Any) -> Iterable[Any]:
-    if isinstance(batches, (Tensor, Mapping)):
+    if isinstance(batches, (Tensor, Mapping, PackedSequence)):
         return [batches]  # one batch
     if not isinstance(batches, Iterable):
         raise CalibrationError(
@@ -114,7 +115,12 @@ def as_iterable(batches: Any) -> Iterable[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda x: x.to(device), value)
+    """A packed sequence knows which of its tensors stay where they are."""
+
+    def moved(x: Any) -> Any:
+        return x.to(device) if isinstance(x, (Tensor, PackedSequence)) else x  # type: ignore[arg-type]
+
+    return pytree.tree_map(moved, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 
 
 def tracked(batches: Iterable[Any], progress: bool | None, label: str = "calibrating") -> Iterator[Any]:

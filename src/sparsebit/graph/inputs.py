@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from typing import Any, Optional
 
 import torch
@@ -36,17 +37,48 @@ def _compare(name: str, value: Any, wanted: Any) -> None:
         )
 
 
+@fx.node.has_side_effect
+def as_many(name: str, values: Any, wanted: int) -> None:
+    """Refuse a list of another length than the one the model was traced with."""
+    if isinstance(values, fx.Proxy):
+        values.tracer.create_proxy("call_function", as_many, (name, values, wanted), {})
+    elif len(values) != wanted:
+        raise TraceError(
+            f"forward({name}=...): has {len(values)} items, and the model was traced with {wanted}"
+            f"\n  fix: trace the model with example=batch, where the batch has as many"
+        )
+
+
+@fx.node.has_side_effect
+def is_given(name: str, value: Any) -> None:
+    """Refuse None where the model was traced with something."""
+    if isinstance(value, fx.Proxy):
+        value.tracer.create_proxy("call_function", is_given, (name, value), {})
+    elif value is None:
+        raise TraceError(f"forward({name}=...): is missing; the model was traced with it, and reads it")
+
+
 def _is_empty(value: Any) -> bool:
     """Of no kind: fx.Interpreter, which torch.export runs, has a list for `**kwargs`."""
     return isinstance(value, (list, tuple, dict)) and not value
 
 
 def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
-    """Let the graph check its inputs `fixed` (name -> value), as far as its code can hold their values."""
+    """Let the graph check its inputs `fixed` (name -> value), as far as its code can hold their values.
+
+    An optional input that the trace had is required: by the signature, or where Python has no way, behind another
+    optional one, by a check.
+    """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     first = inputs[-1].next if inputs else None
     for node in inputs:
         name = str(node.target).lstrip("*")
+        if name not in fixed and node.args == (None,) and node.users:  # None is what the graph cannot take
+            if node.prev.op == "placeholder" and node.prev.args:
+                with gm.graph.inserting_before(first):
+                    gm.graph.call_function(is_given, (name, node))
+            else:
+                _require(gm, node, name)
         if name not in fixed or not all(map(_is_literal, pytree.tree_leaves(fixed[name]))):
             continue
         with gm.graph.inserting_before(first):
@@ -56,6 +88,13 @@ def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
         elif type(fixed[name]) in (bool, int, float, str):
             node.type = type(fixed[name])
     gm.recompile()
+
+
+def _require(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
+    node.args = ()
+    known: inspect.Signature = gm.meta["signature"]
+    inputs = [p.replace(default=p.empty) if p.name == name else p for p in known.parameters.values()]
+    gm.meta["signature"] = known.replace(parameters=inputs)
 
 
 def _is_literal(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,3 +55,16 @@ def as_one_node(model: nn.Module) -> fx.GraphModule:
     args = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
     graph.output(graph.call_module("whole", args))
     return fx.GraphModule(holder, graph, type(model).__name__)
+
+
+def alone(layer: nn.Module) -> nn.Module:
+    """A network of one layer, with the inputs of the layer."""
+    inputs = list(inspect.signature(layer.forward).parameters.values())
+    if len(inputs) == 1 or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in inputs):
+        return nn.Sequential(layer)
+    graph = fx.Graph()
+    given = {p: graph.placeholder(p.name, default_value=p.default) for p in inputs}
+    required = tuple(node for p, node in given.items() if p.default is p.empty)
+    optional: dict[str, Any] = {p.name: node for p, node in given.items() if p.default is not p.empty}
+    graph.output(graph.call_module("0", required, optional))
+    return fx.GraphModule({"0": layer}, graph)

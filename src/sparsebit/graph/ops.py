@@ -69,6 +69,11 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by position or by name."""
+    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+
+
 def module_calls(gm: fx.GraphModule) -> Counter[str]:
     """How often each module is called: one that is called twice must not change for one call."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")

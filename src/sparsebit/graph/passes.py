@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import GraphError
 from sparsebit.graph.rewrite import remove_dead_code, remove_unused_modules
+from sparsebit.graph.training import evaluating
 
 log = logging.getLogger("sparsebit")
 
@@ -119,16 +120,10 @@ def _naming(name: str) -> Iterator[None]:
 
 def _run(gm: fx.GraphModule, args: tuple[Any, ...] | None) -> Any:
     """The float output, without a trace: same random numbers each time, eval mode, inputs copied."""
-    flags = {module: module.training for module in gm.modules()}
     args = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
-    try:
-        gm.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return gm(*args or ())
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+    with evaluating(gm), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return gm(*args or ())
 
 
 def _compare(name: str, before: Any, after: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import fx
+from torch.nn.utils.rnn import PackedSequence
 
 
 class InplaceProxy(fx.Proxy):
@@ -43,6 +44,31 @@ class InplaceProxy(fx.Proxy):
 
 class InplaceAttribute(fx.proxy.Attribute, InplaceProxy):
     """`x.shape`, or `x.view` before it is called."""
+
+
+class ListProxy(InplaceProxy):
+    """Of a list of numbers: code asks `isinstance(size, list)` before it goes on."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return list
+
+
+class PackedProxy(InplaceProxy):
+    """Says that it is a PackedSequence: code asks `isinstance(x, PackedSequence)` before it goes on."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return PackedSequence
+
+
+def has_proxy(value: Any) -> bool:
+    if isinstance(value, fx.Proxy):
+        return True
+    if isinstance(value, slice):
+        return has_proxy((value.start, value.stop, value.step))
+    inside = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (list, tuple, dict)) and any(map(has_proxy, inside))
 
 
 def _recorded(write: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:

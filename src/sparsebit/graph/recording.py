@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,23 +15,38 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointFunction
 
+from sparsebit.graph.imports import untouched_imports
 from sparsebit.graph.islands import OWN
+from sparsebit.graph.proxies import has_proxy
+from sparsebit.graph.sequences import packing
 
 # torch.arange(x.shape[1]) and torch.finfo(x.dtype) have no tensor among their arguments
 FUNCTIONS = (
     *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros"),
     *("finfo", "iinfo"),
+    # these look at their arguments first, and take no Flag (dropouts.py)
+    *("alpha_dropout", "dropout", "feature_alpha_dropout"),
 )
 # self.pe[:, :x.shape[1]]: these look at their arguments before they ask who they are; the others of Tensor ask first
 METHODS = ("__getitem__", "expand", "new_empty", "new_ones", "new_zeros")
+ONE = threading.RLock()  # torch is one for all threads
 
 
 @contextmanager
 def recording(tracer: fx.Tracer, namespaces: list[dict[str, Any]]) -> Iterator[None]:
     """In `namespaces`, int and float are recorded too. A part under torch.utils.checkpoint computes what it
     computes."""
+    with ONE, _prepared(tracer, namespaces):
+        yield
+
+
+@contextmanager
+def _prepared(tracer: fx.Tracer, namespaces: list[dict[str, Any]]) -> Iterator[None]:
     checkpoint = lambda function, preserve_rng, *args: function(*args)
-    new: list[tuple[Any, str, Any]] = [(CheckpointFunction, "apply", checkpoint)]
+    new: list[tuple[Any, str, Any]] = [
+        (CheckpointFunction, "apply", checkpoint),
+        (builtins, "len", _counting(tracer)),
+    ]
     for name in FUNCTIONS:
         new.append(
             (torch, name, _recorded(tracer, "call_function", getattr(torch, name), getattr(torch, name)))
@@ -37,20 +54,38 @@ def recording(tracer: fx.Tracer, namespaces: list[dict[str, Any]]) -> Iterator[N
     for name in METHODS:
         new.append((Tensor, name, _recorded(tracer, "call_method", name, getattr(Tensor, name))))
     old = [(owner, name, vars(owner).get(name)) for owner, name, _ in new]
-    for owner, name, value in new:
-        setattr(owner, name, value)
+    redo, undo = functools.partial(_set, new), functools.partial(_set, old)
+    redo()
     for namespace in namespaces:
         namespace.update(NUMBERS)
     try:
-        yield
+        with packing(tracer), untouched_imports(undo, redo):
+            yield
     finally:
-        for owner, name, value in old:
-            delattr(owner, name) if value is None else setattr(
-                owner, name, value
-            )  # the inherited one shows again
+        undo()
         for namespace in namespaces:
             for name in NUMBERS:
                 del namespace[name]
+
+
+def _set(values: list[tuple[Any, str, Any]]) -> None:
+    for owner, name, value in values:
+        if value is None:
+            delattr(owner, name)  # the inherited one shows again
+        else:
+            setattr(owner, name, value)
+
+
+def _counting(tracer: Any) -> Callable[[Any], int]:
+    """`len`, which notes the lists among the inputs whose length somebody wants to know."""
+
+    def count(value: Any, of: Callable[[Any], int] = len) -> int:
+        for items in tracer.lists:
+            if items.value is value:
+                items.counted = True
+        return of(value)
+
+    return count
 
 
 def _recorded(tracer: fx.Tracer, kind: str, target: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,12 +96,6 @@ def _recorded(tracer: fx.Tracer, kind: str, target: Any, function: Callable[...,
         return function(*args, **kwargs)
 
     return call
-
-
-def has_proxy(value: Any) -> bool:
-    found: list[Any] = []
-    fx.node.map_aggregate(value, lambda v: found.append(v) if isinstance(v, fx.Proxy) else None)
-    return bool(found)
 
 
 # -- int(x.shape[0] / 4) ---------------------------------------------------------------------------------

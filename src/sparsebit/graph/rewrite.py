@@ -85,10 +85,19 @@ def insert_module_before(
 def fresh_name(gm: fx.GraphModule, name: str) -> str:
     """`name`, or `name_1`, `name_2` ... if the model has something of that name."""
     count, fresh = 0, name
-    while hasattr(gm, fresh):
+    while _is_taken(gm, fresh):
         count += 1
         fresh = f"{name}_{count}"
     return fresh
+
+
+def _is_taken(gm: fx.GraphModule, path: str) -> bool:
+    found: object = gm
+    for name in path.split("."):
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
 
 
 def erase_unused(nodes: Iterable[fx.Node], gm: fx.GraphModule) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,10 +21,13 @@ from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
+from sparsebit.graph.dropouts import mark_switched, switched_to_modules
 from sparsebit.graph.feeding import own_call
-from sparsebit.graph.islands import Island, Whole, as_one_node, island
+from sparsebit.graph.islands import Island, Whole, alone, as_one_node, island
 from sparsebit.graph.no_grad import bracket_no_grad
+from sparsebit.graph.sequences import settle_lists
 from sparsebit.graph.tracer import LeafTracer, State, forward_owner
+from sparsebit.graph.training import evaluating
 
 __all__ = ["Call", "Island", "LeafTracer", "forward_owner", "trace"]
 
@@ -37,31 +39,35 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     """A GraphModule over a copy of `model`; every node carries `meta["path"]`, where it stands in the model.
 
     What cannot be traced becomes an island: a leaf that runs as it is, in the worst case the whole model;
-    `gm.meta["islands"]` lists them. `example` says which optional inputs are used and how lists and dicts of
-    inputs look; without one, optional inputs are left at their defaults. It also proves the graph: should its
-    output differ from the model's, the model stays whole.
+    `gm.meta["islands"]` lists them, "unread" the parameters that are not in the graph. `example` says which
+    optional inputs are used and how lists and dicts of inputs look; without one, optional inputs are left at their
+    defaults. It also proves the graph: should its output differ from the model's, the model stays whole.
 
-    The forward is traced in eval mode (`F.dropout(..., training=self.training)` becomes a no-op); the modules
-    get their train/eval flags back afterwards.
+    The forward is traced in eval mode; the modules get their train/eval flags back afterwards, and
+    `F.dropout(..., training=self.training)` is a module that has such a flag.
     """
     signature = inspect.signature(model.forward)
     inputs = _inputs(signature, example)
-    tracer.inputs = {k: v for k, v in inputs.items() if type(v) not in (int, float)}  # numbers stay inputs
     tracer.example = {} if example is None else inputs
-    copied, graph = _trace_around_islands(model, tracer)
-    if tracer.islands and len(tracer.inputs) < len(inputs):  # unless control flow needs them
-        tracer.inputs, tracer.islands = inputs, {}
+    for stays in _ways(inputs):
+        tracer.inputs, tracer.islands = stays, {}
+        tracer.lists_left = {k for k, v in inputs.items() if k not in stays and type(v) is list}
         copied, graph = _trace_around_islands(model, tracer)
-    if graph is not None:
-        gm = fx.GraphModule(copied, graph, type(model).__name__)
-        wrong = _disagreement(gm, copied, example)
-        if wrong is not None:
-            tracer.islands = {"": wrong}
-            graph = None
+        if graph is not None:
+            gm = fx.GraphModule(copied, graph, type(model).__name__)
+            switched_to_modules(gm, copied)
+            wrong = _disagreement(gm, copied, example)
+            if wrong is not None:
+                tracer.islands = {"": wrong}
+                graph = None
+        if not tracer.islands:
+            break
     if graph is None:
         gm = as_one_node(copied)
     used = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"} | {""}
     gm.meta["islands"] = {path: found for path, found in tracer.islands.items() if path in used}
+    read = {id(p) for p in gm.parameters()}
+    gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
     gm.meta["fixed"] = {} if graph is None else _fixed(signature, tracer.inputs)
     for found in gm.meta["islands"].values():
@@ -77,11 +83,15 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
         known, recorded = dict(tracer.islands), len(tracer.namespaces)
         copied = own_copy(model)
         if tracer.is_leaf_module(copied, "") and not isinstance(copied, (nn.ModuleList, nn.ModuleDict)):
-            copied = nn.Sequential(copied).train(copied.training)  # a single layer is a network too
+            copied = alone(copied).train(copied.training)  # a single layer is a network too
         state = State(copied)
         try:
             with evaluating(copied), tracer.prepared_torch(), torch.enable_grad():
                 graph = tracer.trace(copied)
+                lists = tracer.lists
+                state.settle()
+                mark_switched(copied, graph, tracer)  # compares it with another trace: nothing is settled yet
+                settle_lists(graph, lists)
             state.settle()
         except Exception as error:
             tracer.islands[""] = island("", error)
@@ -107,6 +117,16 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
         return dict(bound.arguments)
     known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
     return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
+
+
+def _ways(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is known of the inputs: numbers stay inputs, also lists of them (lengths of sequences), unless control
+    flow needs them; lists are the first to be known."""
+    is_number = lambda v: type(v) in (int, float)
+    is_list = lambda v: type(v) is list and bool(v) and all(map(is_number, v))
+    known = {k: v for k, v in inputs.items() if not is_number(v)}
+    ways = [{k: v for k, v in known.items() if not is_list(v)}, known, inputs]
+    return [way for i, way in enumerate(ways) if len(way) > len(ways[i - 1]) or not i]
 
 
 def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,16 +175,17 @@ def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(close, a, b))
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is not in training; afterwards every module is as it was."""
-    flags = {m: m.training for m in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+def unwrapped(model: Any) -> Any:
+    """The user's model, out of torch.compile, DataParallel and DistributedDataParallel, which only run it."""
+    parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while isinstance(model, nn.Module):
+        name = "module" if isinstance(model, parallel) else "_orig_mod"  # of an OptimizedModule
+        inside = dict(model.named_children()).get(name)
+        if inside is None:
+            break
+        log.info("%s: taken out of its %s", type(inside).__name__, type(model).__name__)
+        model = inside
+    return model
 
 
 def own_copy(model: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ inputs apart as the example shows them, and remembers `no_grad` blocks.
 from __future__ import annotations
 
 import operator
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import only_outcome
 from sparsebit.graph.islands import Island, island
-from sparsebit.graph.ops import writes_input
-from sparsebit.graph.proxies import InplaceProxy
-from sparsebit.graph.recording import has_proxy, namespace_of_caller, recording
+from sparsebit.graph.ops import argument, writes_input
+from sparsebit.graph.proxies import InplaceProxy, ListProxy, PackedProxy, has_proxy
+from sparsebit.graph.recording import namespace_of_caller, recording
+from sparsebit.graph.sequences import Items, fields_of, is_packed
 from sparsebit.graph.shapes import Lengths
 
 VIEWS = frozenset(  # calls whose result may be the memory of their first argument
@@ -52,10 +55,15 @@ class LeafTracer(fx.Tracer):
         self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
         self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
         self.lengths: Lengths | None = None
+        self.lists: list[Items] = []  # inputs that are lists or tuples
+        self.thread = threading.get_ident()
+        self.lists_left: set[str] = set()  # inputs that are lists of numbers, and stay inputs
         self.namespaces: list[dict[str, Any]] = []  # globals of code that calls int or float on sizes
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return InplaceProxy(node, self)
+        if is_packed(node, self.root):
+            node.meta["packed"] = True
+        return (PackedProxy if node.meta.get("packed") else InplaceProxy)(node, self)
 
     # -- modules -------------------------------------------------------------------------------------
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -73,6 +81,8 @@ class LeafTracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.thread != threading.get_ident():
+            return forward(*args, **kwargs)  # torch.fx records the calls of all threads
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
@@ -148,9 +158,10 @@ class LeafTracer(fx.Tracer):
 
     def length(self, obj: fx.Proxy) -> int | None:
         """How many items there are: written in the call, or seen on the example if sizes do not change it."""
-        parts = _parts(obj.node)
+        parts = _parts(obj.node) or fields_of(obj.node, self.root)
         if parts is None and self.example:
-            self.lengths = self.lengths or Lengths(self.root, self.example)
+            known = {k: v for k, v in self.example.items() if k in self.inputs or type(v) is not list}
+            self.lengths = self.lengths or Lengths(self.root, known)
             parts = self.lengths.of(obj.node)
         return parts
 
@@ -168,15 +179,20 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        self.lengths = None  # of another graph
+        self.lengths, self.lists = None, []  # of another graph
+        self.thread = threading.get_ident()
         root_fn, args = super().create_args_for_root(root_fn, is_module)
         for i, proxy in enumerate(args):
             name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
             if name in self.inputs:
                 args[i] = like(self.inputs[name], proxy)
+            elif name in self.lists_left:
+                args[i] = ListProxy(proxy.node, self)
         return root_fn, args
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, fx.Proxy):
+            return a.node  # also one that says that it is a tuple
         if isinstance(a, dict) and type(a) is not dict:  # an OrderedDict, a ModelOutput: keep the type
             if is_dataclass(a):
                 values = {f.name: getattr(a, f.name) for f in fields(a)}
@@ -202,6 +218,9 @@ def like(example: Any, proxy: Any) -> Any:
     """`example` with each tensor replaced by a proxy of it; what is no tensor stays as it is."""
     if isinstance(example, Tensor):
         return proxy
+    if isinstance(example, PackedSequence):
+        proxy.node.meta["packed"] = True
+        return proxy.tracer.proxy(proxy.node)
     if is_dataclass(example) and not isinstance(example, (type, dict)):
         values = {f.name: like(getattr(example, f.name), getattr(proxy, f.name)) for f in fields(example)}
         return type(example)(**values)
@@ -210,7 +229,11 @@ def like(example: Any, proxy: Any) -> Any:
     if isinstance(example, tuple) and hasattr(example, "_fields"):
         return type(example)(*(like(v, proxy[i]) for i, v in enumerate(example)))
     if isinstance(example, (list, tuple)):
-        return type(example)([like(v, proxy[i]) for i, v in enumerate(example)])
+        items = [like(v, proxy[i]) for i, v in enumerate(example)]
+        nodes = [item.node if isinstance(item, fx.Proxy) else None for item in items]
+        value = type(example)(items)
+        proxy.tracer.lists.append(Items(proxy.node, value, nodes))
+        return value
     return example
 
 
@@ -262,7 +285,7 @@ def _parts(node: fx.Node) -> int | None:
 
 def _written(node: fx.Node) -> str | None:
     """The tensor of the model, or the constant, that an in-place call changes; None if it is another value."""
-    found: Any = node.kwargs.get("out") or (node.args or [node.kwargs.get("input")])[0]
+    found: Any = node.kwargs.get("out") or argument(node, 0, "input")
     while isinstance(found, fx.Node) and found.args and _name(found) in VIEWS:
         found = found.args[0]
     return str(found.target) if isinstance(found, fx.Node) and found.op == "get_attr" else None

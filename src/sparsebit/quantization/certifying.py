@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from sparsebit.export import openvino_runtime, runtime
-from sparsebit.export.calls import Call, evaluating
+from sparsebit.export.calls import Call
 from sparsebit.export.certify import Certificate, QuantizerCheck
 from sparsebit.export.end_to_end import EndToEnd, answers, check_output, rounding_of
 from sparsebit.export.marks import Mark
 from sparsebit.export.report import ExportReport
+from sparsebit.graph.training import evaluating
 from sparsebit.numeric import fake_quantize
 from sparsebit.quantization.exporting import exporting, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode

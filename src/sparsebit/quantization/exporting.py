@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
-from sparsebit.export.calls import call_of, calls_of, evaluating
+from sparsebit.export.calls import call_of, calls_of
 from sparsebit.export.marks import Mark, emit
 from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
 from sparsebit.graph.feeding import signature_of
+from sparsebit.graph.training import evaluating
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 

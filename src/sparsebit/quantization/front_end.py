@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ConfigError, TraceError
-from sparsebit.graph.feeding import as_call
+from sparsebit.graph.feeding import as_call, to_device
 from sparsebit.graph.inputs import as_traced
-from sparsebit.graph.trace import Call, trace
+from sparsebit.graph.trace import Call, trace, unwrapped
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 
@@ -23,6 +22,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
     """A GraphModule over a copy of `model`, with `meta`: islands, signature, fixed inputs."""
     if front_end not in FRONT_ENDS:
         raise ConfigError(f"trace: {front_end!r} is not one of {', '.join(FRONT_ENDS)}")
+    model = unwrapped(model)
     if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
         from sparsebit.graph.exported import from_exported
 
@@ -63,9 +63,7 @@ def _finished(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _on_device(call: Call, model: nn.Module) -> Call:
     device = next((p.device for p in model.parameters()), None)
-    if device is None:
-        return call
-    moved: Call = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), call)
+    moved: Call = call if device is None else to_device(call, device)
     return moved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
@@ -16,9 +17,11 @@ from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.costs import ESTIMATES, EXACT
 from sparsebit.sparse.surgery import Cut
 
+log = logging.getLogger("sparsebit")
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
 _KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
+OFF, FEW_LEFT = 0.1, 0.9  # of a measured budget: how much it may be missed by, and the ratio that is too much
 ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tried to fill it
 
 
@@ -89,11 +92,16 @@ def _shares(walk: Walk, ratio: float | Tensor, round_to: int) -> Tensor:
 
 
 def within(
-    walk: Walk, choose: Callable[[float], Tensor], of: str, budget: float, progress: bool | None = False
+    walk: Walk,
+    choose: Callable[[float], Tensor],
+    of: str,
+    budget: float,
+    round_to: int = 1,
+    progress: bool | None = False,
 ) -> Tensor:
     """The smallest ratio whose model has at most `budget` of the whole one's macs, params or latency."""
     if not 0 < budget <= 1:
-        raise ConfigError(f"budget: must be above 0 and at most 1, got {budget}")
+        raise ConfigError(f"{of}: must be above 0 and at most 1, got {budget}")
     exact = EXACT[of](walk)
     whole = exact(walk.gm)
     if not whole:
@@ -115,11 +123,23 @@ def within(
         least = exact(Cut(walk, choose(MOST)).compact()) / whole
         stays = sorted(set(walk.labels.why_fixed.values()))
         more = [f"and {len(stays) - 3} more"] if len(stays) > 3 else []
+        first = [f"layers with no more than {round_to} channels (round_to)"] if round_to > 1 else []
         raise ConfigError(
-            f"budget: {budget} cannot be reached, {least:.3g} is left when as little stays as can; "
-            f"what cannot be cut: {'; '.join([*stays[:3], *more]) or 'one channel of everything'}"
+            f"{of}: {budget} cannot be reached, {least:.3g} is left when as little stays as can; what cannot be "
+            f"cut: {'; '.join([*first, *stays[:3], *more]) or 'one channel of everything'}"
         )
-    return choose(_bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1])
+    ratio = _bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1]
+    if of not in ESTIMATES:
+        _check_measured(of, budget, ratio, exact(Cut(walk, choose(ratio)).compact()) / whole)
+    return choose(ratio)
+
+
+def _check_measured(of: str, budget: float, ratio: float, left: float) -> None:
+    """What was measured once may have been luck: say so."""
+    if left > budget * (1 + OFF):
+        log.warning("%s: %.2f was asked for, measured again it is %.2f", of, budget, left)
+    if ratio > FEW_LEFT:
+        log.warning("%s: %.2f takes %.0f %% of the channels; ask for more", of, budget, 100 * ratio)
 
 
 def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:

@@ -7,6 +7,7 @@ cuts, and where.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Collection
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.graph.ops import module_of, op_of, writes_input
 from sparsebit.sparse.channel_rules import CHANNEL_RULES, Rule
 from sparsebit.sparse.channel_rules.layers import reads_weight
-from sparsebit.sparse.channel_rules.zeros import stays_zero
+from sparsebit.sparse.channel_rules.zeros import divisors, stays_zero
 from sparsebit.sparse.labels import FIXED, Labels, stored
 from sparsebit.sparse.literals import is_description
 from sparsebit.sparse.reasons import has_weights, note_undivided, without_rule
@@ -68,6 +69,11 @@ class Walk:
         walk._settle()
         note_undivided(walk)
         return walk
+
+    @functools.cached_property
+    def divisors(self) -> set[str]:
+        """What the graph divides by: it is not masked."""
+        return divisors(self.gm)
 
     # -- what rules use ------------------------------------------------------------------------------
     def module(self, node: fx.Node) -> Any:
@@ -167,11 +173,17 @@ class Walk:
                 changed = True
         return changed
 
-    def _parts(self, labels: Tensor, axis: int) -> int:
-        """How many parts would be left to choose from along `axis`, if the other axes were joined."""
+    def _parts(self, labels: Tensor, axis: int) -> tuple[int, int]:
+        """How many parts would be left to choose from along `axis`, if the other axes were joined.
+
+        Those that layers make count first: rows of a table that the example does not reach are no channels.
+        """
         trial = Labels()
         trial._parent, trial._flat = self.labels._parent.clone(), self.labels._flat
-        return len(trial.roots(trial.along(labels, axis)).unique())
+        parts = trial.roots(trial.along(labels, axis)).unique()
+        made = [trial.roots(part.labels) for part in self.slices.values() if part.produces]
+        known = torch.isin(parts, torch.cat(made)) & (parts != FIXED) if made else parts[:0]
+        return int(known.sum()), len(parts)
 
     # -- results -------------------------------------------------------------------------------------
     def dimensions(self) -> list[Tensor]:

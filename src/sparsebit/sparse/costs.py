@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from sparsebit.graph.feeding import own_call
+from sparsebit.graph.macs import MacCounter
+from sparsebit.graph.ops import op_of
 from sparsebit.sparse.channels import Walk
-from sparsebit.sparse.running import Runner
+from sparsebit.sparse.running import Call, Runner
 from sparsebit.sparse.surgery import Cut
 
+log = logging.getLogger("sparsebit")
+SHORT = 1e-3  # seconds
 Cost = Callable[[nn.Module], float]
 Estimate = Callable[[Cut], float]
 
@@ -27,36 +33,46 @@ def macs(walk: Walk) -> Callable[[nn.Module], int]:
     args, kwargs = walk.example
 
     def count(model: nn.Module) -> int:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), MacCounter() as counter:
             model(*args, **kwargs)
-        return counter.get_total_flops() // 2
+        return counter.macs
 
     return count
 
 
-def seconds(walk: Walk, rounds: int = 7) -> Callable[[nn.Module], float]:
-    """Time of one forward on the example, on this machine: the best of some rounds."""
-    args, kwargs = walk.example
+def latency(walk: Walk, rounds: int = 15) -> Callable[[nn.Module], float]:
+    """Time of one forward on the example, on this machine, as a share of the whole model's: the best of some rounds of
+    both in turns, because what else the machine does changes from second to second."""
 
     def measure(model: nn.Module) -> float:
-        model.eval()
-        best = float("inf")
-        with torch.no_grad():
-            for _ in range(rounds):
-                start = time.perf_counter()
-                model(*args, **kwargs)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                best = min(best, time.perf_counter() - start)
-        return best
+        best = {model.eval(): float("inf"), walk.gm.eval(): float("inf")}
+        for _ in range(rounds):
+            best = {each: min(known, _seconds(each, walk.example)) for each, known in best.items()}
+        if model is walk.gm and best[model] < SHORT:
+            log.warning(
+                "latency: a forward of the example takes %.2f ms, which is mostly the price of calls, whatever their "
+                "sizes; give a larger example",
+                1e3 * best[walk.gm],
+            )
+        return best[model] / best[walk.gm]
 
     return measure
+
+
+@torch.no_grad()
+def _seconds(model: nn.Module, example: Call) -> float:
+    args, kwargs = own_call(*example)
+    start = time.perf_counter()
+    model(*args, **kwargs)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 EXACT: dict[str, Callable[[Walk], Cost]] = {
     "macs": macs,
     "params": lambda walk: parameters,
-    "latency": seconds,
+    "latency": latency,
 }
 
 
@@ -79,33 +95,40 @@ def kept_macs(walk: Walk) -> Estimate:
     """Of a layer: its MACs times what is left of its weights. Of a product of activations: times what is left of it."""
     counter = PerNode(walk.gm)
     counter.run_on(walk.gm, walk.example)
-    nodes = {node: counter.flops[node.name] / 2 for node in walk.gm.graph.nodes if counter.flops[node.name]}
+    nodes = {node: counter.macs[node.name] for node in walk.gm.graph.nodes if counter.macs[node.name]}
 
     shares_of = _shares(walk)
 
     def count(cut: Cut) -> float:
-        shares, total = shares_of(cut), 0.0
-        for node, n in nodes.items():
-            weight = f"{node.target}.weight"
-            total += n * (
-                shares[weight] if node.op == "call_module" and weight in shares else _left(cut, node)
-            )
-        return total
+        shares = shares_of(cut)
+        left = lambda node: _of_weights(cut, node, shares) if node.op == "call_module" else None
+        return sum(n * (_left(cut, node) if (of := left(node)) is None else of) for node, n in nodes.items())
 
     return count
 
 
+def _of_weights(cut: Cut, node: fx.Node, shares: dict[str, float]) -> float | None:
+    """What is left of the weights of a layer: of its weight, or, of a recurrent one, of all its matrices."""
+    path = str(node.target)
+    if f"{path}.weight" in shares:
+        return shares[f"{path}.weight"]
+    if not isinstance(cut.walk.module(node), nn.RNNBase):
+        return None
+    sizes = {f"{path}.{k}": p.numel() for k, p in cut.walk.module(node).named_parameters() if p.dim() > 1}
+    return sum(n * shares.get(name, 1.0) for name, n in sizes.items()) / sum(sizes.values())
+
+
 class PerNode(Runner):
-    """Floating-point operations of every node."""
+    """Multiplications of every node."""
 
     def __init__(self, gm: fx.GraphModule):
         super().__init__(gm)
-        self.flops: dict[str, int] = {}
+        self.macs: dict[str, int] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        with FlopCounterMode(display=False) as counter:
+        with MacCounter() as counter:
             value = super().run_node(n)
-        self.flops[n.name] = counter.get_total_flops()
+        self.macs[n.name] = counter.macs
         return value
 
 
@@ -127,8 +150,10 @@ def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
 
 
 def _left(cut: Cut, node: fx.Node) -> float:
-    """A product: the share of the result, times that of the axis which is summed up."""
-    first = cut.walk.of[node.all_input_nodes[0]] if node.all_input_nodes else None
+    """A product: the share of the result, times that of the axis which is summed up. Attention is two of them, and
+    each has the width of a head on one side only."""
+    fused = op_of(node, cut.walk.gm) is F.scaled_dot_product_attention
+    first = cut.walk.of[node.all_input_nodes[0]] if node.all_input_nodes and not fused else None
     share = 1.0
     for labels, axes in ((cut.walk.of[node], None), (first, -1)):
         if isinstance(labels, Tensor) and labels.dim():

@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.rewrite import remove_dead_code
-from sparsebit.sparse.closeness import Batches, errors_of, values_at
+from sparsebit.sparse.batches import Batches
+from sparsebit.sparse.closeness import errors_of, values_at
 from sparsebit.sparse.costs import PerNode
 from sparsebit.sparse.least_squares import Layer, solve
 from sparsebit.sparse.one_by_one import one_by_one
@@ -122,8 +123,8 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
             if not isinstance(kept, fx.Node) or not isinstance(goes, fx.Node):
                 continue
             only = _needed_by(goes, node, kept)
-            saved = sum(run.flops[n.name] for n in only) // 2
-            layers = [str(n.target) for n in only if n.op == "call_module" and run.flops[n.name]]
+            saved = sum(run.macs[n.name] for n in only)
+            layers = [str(n.target) for n in only if n.op == "call_module" and run.macs[n.name]]
             shape = shapes.get(node, ())
             if not layers or len(shape) < 2 or shapes.get(kept) != shape:
                 continue

@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from sparsebit.graph.feeding import tracked
 from sparsebit.graph.ops import ADDS, module_calls, op_of
-from sparsebit.sparse.closeness import Batches
+from sparsebit.sparse.batches import Batches
 from sparsebit.sparse.least_squares import Layer, moment, renew, total
 from sparsebit.sparse.modules import SparseOpr
 from sparsebit.sparse.running import Call, Runner, leaves

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.ops import argument
 from sparsebit.sparse.channel_rules.moves import axes_of
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
             _unflatten_module(sizes, gm.get_submodule(str(node.target)), old)
         elif node.op.startswith("call"):
             known = REWRITES.get(_name(node))
-            if known is not None and isinstance(sizes.first(old), Tensor):
+            if known is not None and (isinstance(sizes.first(old), Tensor) or _name(node) in MAKERS):
                 known(sizes, node, old)
             sizes.restore(node, old)
 
@@ -38,6 +39,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
 
 
+MAKERS = {"zeros", "ones"}  # of nothing but sizes
 SIZES = {"size", "numel", "nelement", "len", "shape"}
 DESCRIPTIONS = {
     *SIZES,
@@ -67,7 +69,7 @@ class _Sizes:
         return fx.map_arg(value, lambda n: self.cut.walk.values[n])
 
     def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:
-        return self.known(_argument(old, place, name, default))
+        return self.known(argument(old, place, name, default))
 
     def shapes(self, old: fx.Node) -> tuple[list[int], list[int]]:
         """Of the first argument: now, and before."""
@@ -152,21 +154,19 @@ class _Sizes:
         return out
 
 
-def _argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
 def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
     given: Any
-    given, before = ([*n.args[1:]] or [n.kwargs.get("shape", n.kwargs.get("size"))] for n in (node, old))
+    source = () if _name(node) in MAKERS else (argument(node, 0, "input"),)
+    skip = len(source)
+    given, before = ([*n.args[skip:]] or [n.kwargs.get("shape", n.kwargs.get("size"))] for n in (node, old))
     before = sizes.known(before)
     packed = len(before) == 1 and isinstance(before[0], (tuple, list))
     if packed:
         given, before = given[0], before[0]
     new = sizes.all_scaled(given, sizes.cut.shape(sizes.cut.walk.of[old]), before, node)
     if new is not None:
-        node.args = (_argument(node, 0, "input"), *([tuple(new)] if packed else new))
+        node.args = (*source, *([tuple(new)] if packed else new))
         node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "shape", "size")}
 
 
@@ -180,12 +180,12 @@ def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     if _name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
         return  # into so many parts
     node.target = "split" if node.op == "call_method" else torch.split
-    node.args, node.kwargs = (_argument(node, 0, "input"), parts, dim), {}
+    node.args, node.kwargs = (argument(node, 0, "input"), parts, dim), {}
 
 
 def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """x[:, a:b], or what is written there, on an axis that lost channels: a and b count what is kept before them."""
-    labels, index = sizes.first(old), _argument(node, 1, "b")
+    labels, index = sizes.first(old), argument(node, 1, "b")
     lost = sizes.cut.axes(labels)
     if not lost:
         return
@@ -222,10 +222,10 @@ def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
         begin = start % len(kept) if start < 0 else start
         counts = (kept[:begin], start), (kept[begin : begin + length], length)
         new = [
-            sizes.scaled(_argument(node, *name), int(part.sum()), was, node)
+            sizes.scaled(argument(node, *name), int(part.sum()), was, node)
             for name, (part, was) in zip(names, counts)
         ]
-        node.args, node.kwargs = (_argument(node, 0, "input"), dim, *new), {}
+        node.args, node.kwargs = (argument(node, 0, "input"), dim, *new), {}
 
 
 def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
@@ -240,18 +240,18 @@ def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
             edge = kept.flip(0) if i % 2 else kept
             now[i] = int(edge[:n].sum()) if n > 0 else -int(edge[:-n].sum())
     if now != before:
-        given = sizes.parts(_argument(node, 1, "pad"), len(before), node)
+        given = sizes.parts(argument(node, 1, "pad"), len(before), node)
         pads = tuple(g if n == b else sizes.scaled(g, n, b, node) for g, n, b in zip(given, now, before))
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "pad")}
-        node.args, node.kwargs = (_argument(node, 0, "input"), pads, *node.args[2:]), kwargs
+        node.args, node.kwargs = (argument(node, 0, "input"), pads, *node.args[2:]), kwargs
 
 
 def _unflatten(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     before, dim = sizes.was(old, 2, "sizes"), sizes.was(old, 1, "dim") % sizes.first(old).dim()
     now = sizes.cut.shape(sizes.cut.walk.of[old])[dim : dim + len(before)]
-    new = sizes.all_scaled(_argument(node, 2, "sizes"), now, before, node)
+    new = sizes.all_scaled(argument(node, 2, "sizes"), now, before, node)
     if new is not None:
-        node.args, node.kwargs = (_argument(node, 0, "input"), dim, tuple(new)), {}
+        node.args, node.kwargs = (argument(node, 0, "input"), dim, tuple(new)), {}
 
 
 def _unflatten_module(sizes: _Sizes, module: nn.Module, old: fx.Node) -> None:
@@ -270,7 +270,7 @@ def _scale(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 
 REWRITES: dict[str, Callable[[_Sizes, fx.Node, fx.Node], None]] = {
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones"), _sizes),
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones", *MAKERS), _sizes),
     **dict.fromkeys(("split", "chunk", "tensor_split"), _parts),
     **dict.fromkeys(("getitem", "setitem"), _slices),
     "narrow": _narrow,

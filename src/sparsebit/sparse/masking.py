@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.graph.ops import module_of
+from sparsebit.sparse.channel_rules.zeros import divisors
 from sparsebit.sparse.modules import SparseOpr, sparse_module
 from sparsebit.sparse.modules.base import mask_name
 from sparsebit.sparse.sparse_config import SparseConfig, resolve
@@ -28,10 +29,10 @@ def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
         if node.op == "call_module":
             for path in _layers(gm, str(node.target)):
                 _mask_layer(gm, path, node, cfg)
-    oprs = oprs_of(gm)
+    oprs, whole = oprs_of(gm), divisors(gm)
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":
-            _mask_read(gm, node, oprs)
+            _mask_read(gm, node, oprs, str(node.target) not in whole)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -64,7 +65,7 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
     return node.op == "call_module" and isinstance(module_of(node, gm), _NormBase)
 
 
-def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any]) -> None:
+def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any], applied: bool) -> None:
     """A parameter or buffer that the graph reads by itself; that of a layer has the layer's mask."""
     path = str(node.target)
     opr, name = owner_of(path, oprs)
@@ -80,6 +81,8 @@ def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any]) -> None:
         if f"{name}{READ}" not in module._buffers:
             ones = torch.ones(value.shape, dtype=torch.bool, device=value.device)
             module.register_buffer(f"{name}{READ}", ones)
+    if not applied:
+        return
     with gm.graph.inserting_after(node):
         mask = gm.graph.get_attr(where)
     with gm.graph.inserting_after(mask):
@@ -121,7 +124,7 @@ def reset_masks(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def bake(model: nn.Module, target: nn.Module) -> list[str]:
+def bake(model: fx.GraphModule, target: nn.Module) -> list[str]:
     """Give `target`, which has the module paths of `model`, its weights of now, masked and gated.
 
     Returns the weights that `target` has no place for.
@@ -129,6 +132,7 @@ def bake(model: nn.Module, target: nn.Module) -> list[str]:
     new: dict[int, nn.Parameter] = {}
     homeless = []
     oprs, places = oprs_of(model), dict(target.named_modules())
+    whole = divisors(model)
     for path, p in model.named_parameters(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
         if owner not in places or name not in places[owner]._parameters:
@@ -136,14 +140,14 @@ def bake(model: nn.Module, target: nn.Module) -> list[str]:
                 homeless.append(path)
             continue
         opr, inner = owner_of(path, oprs)
-        mask = mask_at(model, path, oprs)
+        mask = None if path in whole else mask_at(model, path, oprs)
         value = opr.masked(inner) if opr is not None else p if mask is None else p * mask
         new.setdefault(id(p), nn.Parameter(value.detach().clone(), p.requires_grad))
         places[owner]._parameters[name] = new[id(p)]
     for path, b in model.named_buffers(remove_duplicate=False):
         owner, _, name = path.rpartition(".")
         if owner in places and name in places[owner]._buffers:
-            mask = mask_at(model, path, oprs)
+            mask = None if path in whole else mask_at(model, path, oprs)
             places[owner]._buffers[name] = b.detach().clone() if mask is None else b.detach() * mask
     for place in places.values():
         if isinstance(place, nn.RNNBase):

@@ -1,8 +1,8 @@
 """Depth for width: residual blocks in a row are put side by side, as one block with the inner channels of both.
 
 x + f(x) is not far from x, so g(x + f(x)) is not far from g(x), and least squares on the last layer makes up for most
-of what is lost. It saves no multiplication. But kernels work in blocks of 8 or 16 channels: two layers of 16 that are
-cut to 8 take the time of two layers of 16, one of 32 that is cut to 16 half of it.
+of what is lost. It saves no multiplication. But kernels work in blocks of 8 or 16 channels, and every layer has a price
+of its own: two of 16 that are cut to 8 take the time of two layers of 16, one of 32 that is cut to 16 half of it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.ops import ADDS, module_calls, module_of, op_of
-from sparsebit.sparse.closeness import Batches, errors_of, values_at
+from sparsebit.sparse.batches import Batches
+from sparsebit.sparse.closeness import errors_of, values_at
 from sparsebit.sparse.depth import common_path, distinct
 from sparsebit.sparse.least_squares import Layer, moment, solve
 from sparsebit.sparse.one_by_one import Wanted, one_by_one
@@ -27,7 +28,8 @@ from sparsebit.sparse.running import Call
 
 log = logging.getLogger("sparsebit")
 
-BLOCK = 16  # channels that a kernel takes at a time, with AVX-512
+NARROW = 32  # channels: two kernel blocks with AVX-512; below, half of them is one block or less
+CHOICE = 256  # samples that candidates are compared on
 ROWS = 16  # positions of a batch that are looked at, for every weight of a filter: far more than there are unknowns
 ACTIVATIONS: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity),
@@ -58,11 +60,12 @@ class Pair:
     stays: Block
     between: list[fx.Node]  # activations, from the one's addition to the other
     widths: tuple[int, int]  # inner channels of both
+    stream: int  # channels of what they are added to
 
     @property
     def narrow(self) -> bool:
-        """Neither can be halved in whole kernel blocks."""
-        return max(self.widths) < 2 * BLOCK
+        """Both have few channels, and neither is wider than what it reads, as blocks are that were merged before."""
+        return max(self.widths) <= min(NARROW, self.stream)
 
 
 def merge(
@@ -74,8 +77,8 @@ def merge(
 ) -> nn.Module:
     """A traced module in which some blocks have gone into the one behind them; its attribute `merged` names them.
 
-    blocks     how many, chosen by what `batches` show, narrow ones first: with less than two kernel blocks of channels;
-               "auto": while two narrow ones follow each other; or the names of the ones that go.
+    blocks     how many, chosen by what `batches` show, pairs of narrow ones first: of at most 32 channels;
+               "auto": all such pairs; or the names of the ones that go.
     batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
     """
 
@@ -85,13 +88,23 @@ def merge(
         return _best(whole, small, _narrowest(found) or found, calls)
 
     def find(gm: fx.GraphModule, call: Call) -> dict[str, Pair]:
-        pairs = {pair.goes.name: pair for pair in find_pairs(gm)}
-        return {k: p for k, p in pairs.items() if blocks != "auto" or p.narrow}
+        pairs = find_pairs(gm)
+        if blocks == "auto":
+            pairs = _leaving_none_out([pair for pair in pairs if pair.narrow])
+        return {pair.goes.name: pair for pair in pairs}
 
     blocks = [blocks] if isinstance(blocks, str) and blocks != "auto" else blocks
     small, names = one_by_one(model, example, blocks, batches, progress, "merge", find, take)
     small.merged = names  # type: ignore[assignment]
     return small
+
+
+def _leaving_none_out(pairs: list[Pair]) -> list[Pair]:
+    """Those after which the others can still be in pairs: of an even number of blocks in a row, every other one."""
+    rows: dict[str, list[Pair]] = {}  # by the block that a row ends with
+    for pair in pairs:
+        rows[pair.stays.name] = [*rows.pop(pair.goes.name, []), pair]
+    return [pair for row in rows.values() for pair in (row[::2] if len(row) % 2 else row)]
 
 
 def _narrowest(pairs: list[Pair]) -> list[Pair]:
@@ -102,15 +115,18 @@ def _narrowest(pairs: list[Pair]) -> list[Pair]:
 def _best(
     whole: fx.GraphModule, small: fx.GraphModule, pairs: list[Pair], calls: Batches | None
 ) -> tuple[str, fx.GraphModule]:
-    """The pair that as one block changes the output least, and `small` with it."""
-    trials = [_merged(small, pair) for pair in pairs]
+    """The pair that as one block changes the output least, and `small` with it. A few samples are enough to choose."""
+    pair = pairs[0]
+    if calls is not None and len(pairs) > 1:
+        trials = [_merged(small, pair) for pair in pairs]
+        _fit(whole, trials, pairs, calls.first(CHOICE))
+        error, i = min((error, i) for i, error in enumerate(errors_of(whole, trials, calls.first(CHOICE))))
+        pair = pairs[i]
+        log.info("merge: %s goes into %s, error %.3g", pair.goes.name, pair.stays.name, error)
+    merged = _merged(small, pair)
     if calls is not None:
-        _fit(whole, trials, pairs, calls)
-    if calls is None or len(trials) == 1:
-        return pairs[0].goes.name, trials[0]
-    error, i = min((error, i) for i, error in enumerate(errors_of(whole, trials, calls)))
-    log.info("merge: %s goes into %s, error %.3g", pairs[i].goes.name, pairs[i].stays.name, error)
-    return pairs[i].goes.name, trials[i]
+        _fit(whole, [merged], [pair], calls)
+    return pair.goes.name, merged
 
 
 # -- what can be merged --------------------------------------------------------------------------------
@@ -127,13 +143,9 @@ def find_pairs(gm: fx.GraphModule) -> list[Pair]:
             node, readers = node.all_input_nodes[0], {node}
         goes = blocks.get(node)
         if goes is not None and set(node.users) == readers and goes.forms == stays.forms:
-            pairs.append(Pair(goes, stays, between, (_width(goes, gm), _width(stays, gm))))
+            one, other = (_first_conv(gm, block) for block in (goes, stays))
+            pairs.append(Pair(goes, stays, between, (one.out_channels, other.out_channels), one.in_channels))
     return pairs
-
-
-def _width(block: Block, gm: fx.GraphModule) -> int:
-    first: Any = module_of(block.nodes[0], gm)
-    return int(first.out_channels)
 
 
 def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
@@ -243,7 +255,9 @@ def _side(one: Any, other: Any, axis: int) -> Any:
 
 
 @torch.no_grad()
-def _fit(whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair], calls: Batches) -> None:
+def _fit(
+    whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair], calls: Iterable[Call]
+) -> None:
     """Least squares for the last convolutions: what a trial lacks of the sum in `whole` behind both blocks."""
     moments: list[Any] = [0.0] * len(trials)
     draw = torch.Generator().manual_seed(0)
@@ -261,6 +275,10 @@ def _fit(whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair],
         norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
         size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
         solve(sums, size, Layer(conv, *norms))
+
+
+def _first_conv(gm: fx.GraphModule, block: Block) -> Any:
+    return module_of(block.nodes[0], gm)
 
 
 def _last_conv(gm: fx.GraphModule, pair: Pair) -> Any:

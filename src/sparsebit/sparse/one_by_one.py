@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, Literal, TypeVar
@@ -9,7 +10,8 @@ from typing import Any, Literal, TypeVar
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.closeness import Batches
+from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.batches import Batches
 from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.running import Call
 
@@ -33,7 +35,7 @@ def one_by_one(
     """
     call = call_of(example)
     whole = traced(model, call)
-    flags = {path: module.training for path, module in whole.named_modules()}
+    flags = training_flags(whole)
     whole.eval()
     if batches is None and wanted and isinstance(wanted, (int, str)):
         raise ConfigError(f"{what}: which ones go is measured: pass batches, or their names")
@@ -48,8 +50,10 @@ def one_by_one(
             raise ConfigError(f"{what}: none is called {name}; there are {', '.join(found) or 'none'}")
         if not found:
             raise ConfigError(f"{what}: {wanted} are to go, but only {len(names)} can")
-        gone, small = take(whole, small, [found[name]] if isinstance(name, str) else [*found.values()], calls)
+        tried = [found[name]] if isinstance(name, str) else [*found.values()]
+        with contextlib.nullcontext() if calls is None else calls.named():
+            gone, small = take(whole, small, tried, calls)
         names.append(gone)
-    for path, module in small.named_modules():
-        module.training = flags.get(path, model.training)
+    set_training(small, flags)
+    small.meta["unread"] = whole.meta["unread"]
     return small, names

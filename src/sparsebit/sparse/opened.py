@@ -208,10 +208,46 @@ class OpenStack(nn.Module):
         return out
 
 
+class OpenTransformer(nn.Module):
+    """nn.Transformer: its encoder and decoder, which may be the user's own."""
+
+    def __init__(self, source: nn.Transformer):
+        super().__init__()
+        self.encoder, self.decoder = source.encoder, source.decoder
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        src_is_causal: bool | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        padding = {"src_key_padding_mask": src_key_padding_mask, "is_causal": src_is_causal}
+        out: Tensor = self.decoder(
+            tgt,
+            self.encoder(src, mask=src_mask, **padding),
+            tgt_mask=tgt_mask,
+            memory_mask=memory_mask,
+            tgt_key_padding_mask=tgt_key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            tgt_is_causal=tgt_is_causal,
+            memory_is_causal=memory_is_causal,
+        )
+        return out
+
+
 OPEN: dict[type[nn.Module], Any] = {
     nn.MultiheadAttention: OpenAttention,
     nn.TransformerEncoderLayer: OpenEncoderLayer,
     nn.TransformerDecoderLayer: OpenDecoderLayer,
     nn.TransformerEncoder: OpenStack,
     nn.TransformerDecoder: OpenStack,
+    nn.Transformer: OpenTransformer,
 }

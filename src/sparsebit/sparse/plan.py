@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import SparsebitError
 from sparsebit.graph.feeding import to_device
+from sparsebit.graph.trace import unwrapped
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.surgery import Cut
@@ -32,11 +34,13 @@ class Plan:
     sizes: dict[str, list[int]] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)  # of the example, to trace again
     reasons: list[str] = field(default_factory=list)  # why some channels could not be considered
+    makes: dict[str, int] = field(default_factory=dict)  # the axis of what a layer makes
     heads: Heads = "whole"
     merged: list[str] = field(
         default_factory=list
     )  # blocks that went into the next one, before channels went
     shortened: list[str] = field(default_factory=list)  # branches that a linear layer stands in for
+    as_written: bool | None = None  # the result has the model's own class, or is a graph; None: nobody knows
 
     @classmethod
     def of(cls, cut: Cut) -> Plan:
@@ -45,6 +49,8 @@ class Plan:
             keeps = cut.keeps(part.labels)
             if not bool(keeps.all()):
                 plan.kept.setdefault(part.path, {})[part.axis] = keeps.nonzero().flatten().tolist()
+        made = {part.path: part.axis for part in cut.walk.slices.values() if part.produces}
+        plan.makes = {path: made[path] for path in plan.kept if path in made}
         plan.sizes = {path: list(cut.walk.tensor(path).shape) for path in plan.kept}
         args, kwargs = cut.walk.example
         plan.inputs = [_describe([list(args), kwargs])]
@@ -70,13 +76,15 @@ class Plan:
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
-        from sparsebit.sparse.prune import check_model, compact, shallower, walk_of
+        from sparsebit.sparse.compacting import compact
+        from sparsebit.sparse.prune import check_model, shallower, walk_of
 
+        model = unwrapped(model)
         check_model(model)
         example = self._example(model) if example is None else example
         model, _ = shallower(model, example, self.merged, self.shortened)
         walk = walk_of(model, example, self.heads)
-        small = compact(model, Cut(walk, self.dropped(walk)))
+        small = compact(model, Cut(walk, self.dropped(walk)), self.as_written)
         small.pruning_plan = self  # type: ignore[assignment]
         return small
 
@@ -114,14 +122,24 @@ class Plan:
                 found.append(walk.labels.roots(part.labels[gone]))
         return torch.cat([torch.zeros(0, dtype=torch.long), *found]).unique()
 
-    def channels(self) -> dict[str, tuple[int, int]]:
-        """Parameter path -> (channels before, after) on its first axis that was cut."""
-        return {k: (self.sizes[k][min(a)], len(a[min(a)])) for k, a in self.kept.items()}
+    def _side(self, path: str, name: str, axis: int) -> str:
+        """What an axis of a weight is to the user; "" for what says the same again."""
+        if name == "weight":
+            return "out" if self.makes.get(path) == axis else "in" if path in self.makes or axis else " "
+        return {"weight_ih_l0": "in", "weight_hh_l0": "hidden"}.get(name, "") if axis == 1 else ""
 
     def __str__(self) -> str:
-        rows = [(k.removesuffix(".weight"), *v) for k, v in self.channels().items() if k.endswith("weight")]
-        width = max((len(name) for name, _, _ in rows), default=0)
-        lines = [f"{name:{width}s} {before:6d} -> {after}" for name, before, after in rows]
+        rows: dict[str, dict[str, str]] = {}
+        for path, axes in self.kept.items():
+            module, _, name = path.rpartition(".")
+            for axis, kept in axes.items():
+                if side := self._side(path, name, axis):
+                    before = self.sizes[path][axis]
+                    rows.setdefault(module, {})[side] = f"{side.strip()} {before} -> {len(kept)}".lstrip()
+        width = max(map(len, rows), default=0)
+        lines = [
+            f"{module:{width}s}  {', '.join(v for _, v in sorted(s.items()))}" for module, s in rows.items()
+        ]
         lines += [f"{name}: side by side with the block behind it" for name in self.merged]
         lines += [f"{name}: a linear layer stands in for it" for name in self.shortened]
         return "\n".join([*lines, *(f"kept: {why}" for why in self.reasons)])
@@ -138,6 +156,8 @@ def _describe(value: Any) -> Any:
         return note
     if isinstance(value, Mapping):
         return {str(k): _describe(v) for k, v in value.items()}
+    if isinstance(value, PackedSequence):
+        return {"packed sequence of": [_describe(v) for v in value]}
     if type(value) is tuple:
         return {"tuple of": [_describe(v) for v in value]}
     if isinstance(value, list):
@@ -159,6 +179,8 @@ def _rebuild(note: Any) -> Any:
         return like(note["shape"]).to(dtype)
     if set(note) == {"tuple of"}:
         return tuple(_rebuild(v) for v in note["tuple of"])
+    if set(note) == {"packed sequence of"}:
+        return PackedSequence(*map(_rebuild, note["packed sequence of"]))
     if set(note) == {"no JSON"}:
         raise SparsebitError(
             f"the plan cannot hold {note['no JSON']}, which was in the example; say apply(model, example)"

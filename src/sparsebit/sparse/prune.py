@@ -9,31 +9,33 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import ConfigError, SparsebitError
-from sparsebit.graph.feeding import own_call
 from sparsebit.graph.inputs import guard_inputs
-from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace
+from sparsebit.graph.trace import Call, LeafTracer, trace, unwrapped
+from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.batches import refuse_arrays
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.running import leaves
 from sparsebit.sparse.sparse_config import Heads, SparseConfig
-from sparsebit.sparse.surgery import Cut, check_equal
 
 log = logging.getLogger("sparsebit")
 
 
 def call_of(example: Any) -> Call:
     """`example` is a tensor, a tuple of arguments, a mapping of keyword arguments, or a call with both."""
+    refuse_arrays("example", example)
     if isinstance(example, inspect.BoundArguments):
         return example.args, example.kwargs
     if isinstance(example, Mapping):
         return (), dict(example)
-    return (example if isinstance(example, tuple) else (example,)), {}
+    several = isinstance(example, tuple) and not isinstance(example, PackedSequence)
+    return (example if several else (example,)), {}
 
 
 def check_model(model: Any) -> None:
@@ -46,18 +48,38 @@ def check_model(model: Any) -> None:
         raise SparsebitError(
             f"model: {type(model).__name__} has no forward(); pass the module that is called"
         )
+    if any(hasattr(module, "named_quantizers") for module in model.modules()):
+        raise SparsebitError(
+            "model: is a QuantModel already; prune the float model first, then quantize that"
+        )
+    _check_finite(model)
+
+
+def _check_finite(model: nn.Module) -> None:
+    """Of the layers that are masked, every weight; elsewhere -inf may be meant, as in a mask of attention."""
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_floating_point() or p.is_meta or type(p) is not nn.Parameter:
+                continue
+            bad = int((p.isnan() if type(module) not in SMODULE_MAP else ~p.isfinite()).sum())
+            if bad:
+                where = f"{path}.{name}".lstrip(".")
+                raise SparsebitError(
+                    f"{where}: {bad} of {p.numel()} values are NaN or infinite; take another checkpoint"
+                )
 
 
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    model = unwrapped(model)
     check_model(model)
     gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
-    fixed = gm.meta["fixed"]
+    fixed, unread = gm.meta["fixed"], gm.meta["unread"]
     if example is not None:
+        flags = training_flags(gm) | training_flags(model)
         gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
-        flags = {path: module.training for path, module in model.named_modules()}
-        for path, module in gm.named_modules():
-            module.training = flags.get(path, model.training)
+        set_training(gm, flags)
+    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *unread]  # a merged one is a graph
     for node in gm.graph.nodes:
         node.type = None  # annotations as strings cannot be pickled
     guard_inputs(gm, fixed)
@@ -68,41 +90,6 @@ def walk_of(model: nn.Module, example: Any, heads: Heads = "whole") -> Walk:
     """The labelled graph of `model`."""
     call = call_of(example)
     return Walk.through(traced(model, call).eval(), call, heads)
-
-
-def compact(model: nn.Module, cut: Cut) -> nn.Module:
-    """The smaller model, after it was compared with the masked one; `model` has the weights that are cut."""
-    small = cut.compact()
-    check_equal(cut, cut.masked(), small)
-    result = _as_written(model, cut, small).train(model.training)
-    result.pruning_plan = Plan.of(cut)  # type: ignore[assignment]
-    return result
-
-
-def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule) -> nn.Module:
-    """The user's own class with smaller layers, where its code has no sizes of its own; else the graph."""
-    if isinstance(model, fx.GraphModule):
-        return small
-    own = own_copy(model).eval()
-    unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
-    if unused:  # heads that only run in training would still have the old sizes
-        log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])
-        return small
-    try:
-        cut.cut_parameters(own)
-        with torch.no_grad():
-            got, want = (leaves(_run(m, cut.walk.example)) for m in (own, small.eval()))
-    except Exception as error:  # a size in its code, or a path that only the graph has
-        log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, error)
-        return small
-    tensors = [(a, b) for a, b in zip(got, want) if isinstance(a, Tensor)]
-    same = all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in tensors)
-    return own if same and len(got) == len(want) else small
-
-
-def _run(model: nn.Module, example: Call) -> Any:
-    args, kwargs = own_call(*example)
-    return model(*args, **kwargs)
 
 
 def shallower(
@@ -198,7 +185,7 @@ def prune(
         raise ConfigError(f"round_to: must be at least 1, a whole number, got {round_to!r}")
     said = {"STRATEGY": sparser, "SCOPE": scope, "ROUND_TO": round_to, "HEADS": heads, "RATIO": ratio}
     cfg = _settings(config, {k: v for k, v in said.items() if v is not None}, bool(given))
-    whole = model
+    whole = model = unwrapped(model)
     model, done = shallower(model, example, merge, depth, batches, progress)
     given = _of_smaller(given, whole, model, example)
     smodel = SparseModel(model, cfg, example)
@@ -207,7 +194,9 @@ def prune(
     smodel.calc_params(**given, progress=progress)
     if batches is not None and smodel.cfg.sparser.refit:
         if isinstance(batches, Iterator):
-            log.info("batches is a generator and used up: layers are not refit; pass a list or a loader")
+            log.warning(
+                "batches: is a generator and used up, so layers are not refit; pass a list or a loader"
+            )
         else:
             smodel.tune_batchnorm(batches, progress)
             if cfg.sparser.type == "structured":

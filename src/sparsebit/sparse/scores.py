@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.masking import owner_of
 from sparsebit.sparse.sparsers.base import cannot_judge
 
+log = logging.getLogger("sparsebit")
 Oprs = dict[str, Any]  # module path -> SparseOpr
 
 
@@ -37,11 +39,16 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
 
 
 def check_judged(walk: Walk, oprs: Oprs, scores: Tensor, ratios: Tensor) -> None:
-    """Raise where something is to go, and no sparser can say what."""
+    """Raise where layers are to lose something, and no sparser can say what; say so where none can lose anything."""
     asked = [classes[ratios[classes] > 0] for classes in walk.dimensions()]
     every = torch.cat([torch.zeros(0, dtype=torch.long), *asked])
-    if len(every) and not bool(scores[every].isfinite().any()):
+    if bool(scores[every].isfinite().any()) or not bool((ratios > 0).any()):
+        return
+    made = [walk.labels.roots(part.labels) for part in walk.slices.values() if part.produces]
+    if any(bool(torch.isin(roots, every).any()) for roots in made):
         raise cannot_judge(opr.sparser for opr in oprs.values())
+    why = next(iter(walk.labels.why_fixed.values()), "it has no layer whose channels another one reads")
+    log.warning("no channel of this model can go: %s", why)
 
 
 def class_ratios(walk: Walk, oprs: Oprs, default: float) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from sparsebit.config import Config, PluginConfig, fold
 from sparsebit.config.specific import Overrides, resolve, unmatched, variants
@@ -16,6 +19,7 @@ __all__ = ["SparseConfig", "SparserConfig", "parse_sconfig", "resolve", "unmatch
 
 Kind = Literal["structured", "unstructured"]
 Heads = Literal["whole", "dimension"]
+PATTERN = r"^[1-9][0-9]*:[1-9][0-9]*$"
 OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options that no layer can have alone
 OLD_KINDS = {"structed": "structured", "unstructed": "unstructured"}  # the original's spelling
 
@@ -32,8 +36,8 @@ class SparserConfig(PluginConfig):
     )
     pattern: str | None = Field(
         None,
-        pattern=r"^[1-9][0-9]*:[1-9][0-9]*$",
-        description="unstructured: 2:4 keeps two of every four weights along the input",
+        pattern=PATTERN,
+        description='unstructured: "2:4" keeps two of every four weights along the input',
     )
     round_to: int = Field(
         1, ge=1, description="structured: layers keep the nearest multiple of this many channels"
@@ -67,6 +71,16 @@ class SparserConfig(PluginConfig):
         return super().prepare(
             {**options, **{key: value for key, value in found.items() if value is not None}}
         )
+
+    @field_validator("pattern", mode="before")
+    @classmethod
+    def _read_pattern(cls, value: Any) -> Any:
+        """YAML reads 2:4 without quotes as minutes and seconds: 124."""
+        if type(value) is int and value >= 60:
+            value = f"{value // 60}:{value % 60}"
+        if value is not None and not (isinstance(value, str) and re.match(PATTERN, value)):
+            raise ValueError(f'expected N:M such as "2:4", got {value!r}')
+        return value
 
     @model_validator(mode="after")
     def _check_specific(self) -> SparserConfig:
@@ -113,6 +127,14 @@ class SparserConfig(PluginConfig):
 class SparseConfig(Config):
     device: Device = Field(default_factory=default_device, description="cpu, cuda, cuda:0, ...")
     sparser: SparserConfig = Field(default_factory=SparserConfig)
+
+    def verify(self) -> None:
+        """Here, and not in the section: there, RATIO of all layers stands beside PATTERN of one."""
+        ratio, pattern = self.sparser.ratio, self.sparser.pattern
+        if pattern and ratio and not math.isclose(ratio, 1 - Fraction(pattern.replace(":", "/"))):
+            raise ConfigError(
+                f"SPARSER.RATIO: is {ratio}, but PATTERN {pattern} says how much goes; leave out one"
+            )
 
 
 def parse_sconfig(cfg_file: Any) -> SparseConfig:

@@ -23,18 +23,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import to_device
 from sparsebit.graph.ops import ADDS, op_of
-from sparsebit.graph.trace import evaluating, own_copy
+from sparsebit.graph.trace import own_copy, unwrapped
+from sparsebit.graph.training import evaluating, set_training, training_flags
 from sparsebit.sparse import allocate, feeding, fitting
+from sparsebit.sparse.batches import Batches
 from sparsebit.sparse.channels import Walk
-from sparsebit.sparse.closeness import Batches
+from sparsebit.sparse.compacting import compact
 from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_masks
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import call_of, compact, traced
+from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.refit import reestimate, refit
 from sparsebit.sparse.scores import check_judged, class_ratios, class_scores
 from sparsebit.sparse.single_weights import mask_single_weights
 from sparsebit.sparse.sparse_config import SparseConfig, unmatched
 from sparsebit.sparse.surgery import Cut
+from sparsebit.utils.device import usable_device
 
 log = logging.getLogger("sparsebit")
 
@@ -47,8 +50,9 @@ class SparseModel(nn.Module):
     def __init__(self, model: nn.Module, config: Any = None, example: Any = None):
         super().__init__()
         self.cfg = SparseConfig.load({} if config is None else config)
-        self.device = torch.device(self.cfg.device)
+        self.device = usable_device(self.cfg.device)
         self.example = None if example is None else call_of(example)
+        model = unwrapped(model)
         self._hidden: dict[str, Any] = {"source": model, "plain": traced(model, self.example), "walk": None}
         self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
         self._shown = False
@@ -94,7 +98,9 @@ class SparseModel(nn.Module):
 
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
         """Re-estimate the statistics of batch norms for the masked model; needs no labels."""
-        reestimate(self, feeding.calls(self, batches, progress))
+        calls = Batches(self, batches, progress, "pruning", once=True)
+        with calls.named():
+            reestimate(self, calls)
         return self
 
     def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
@@ -109,8 +115,9 @@ class SparseModel(nn.Module):
         source: nn.Module = self._hidden["source"] if whole is None else whole
         device = next((p.device for p in source.parameters()), self.device)
         whole = traced(source, to_device(self.example, device)).to(self.device).eval()
-        with evaluating(self):
-            fitting.fit(self.model, whole, Batches(self.model, batches, False, "refit"), progress)
+        calls = Batches(self.model, batches, False, "refit")
+        with evaluating(self), calls.named():
+            fitting.fit(self.model, whole, calls, progress)
         return self
 
     def penalty(self) -> Tensor:
@@ -158,6 +165,10 @@ class SparseModel(nn.Module):
         budget = {
             k: v for k, v in (("macs", macs), ("params", params), ("latency", latency)) if v is not None
         }
+        if budget and share != 1.0:
+            raise ConfigError(
+                f"share: is of the ratios, and {next(iter(budget))} says how much goes; leave out one"
+            )
         if self.cfg.sparser.type == "unstructured":
             if budget:
                 raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
@@ -186,9 +197,11 @@ class SparseModel(nn.Module):
 
         if budget:
             ((name, left),) = budget.items()
-            dropped = allocate.within(walk, choose, name, left, progress)
+            dropped = allocate.within(walk, choose, name, left, section.round_to, progress)
         else:
             dropped = choose(share)
+        if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
+            log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
         cut = Cut(walk, dropped)
         if section.refit:
             refit(cut, self.oprs())
@@ -249,7 +262,11 @@ class SparseModel(nn.Module):
         if bake(self.model, own):  # its code holds weights where the graph has layers
             own = copy.deepcopy(self._hidden["plain"])
             bake(self.model, own)
-        own.train(self.training)
+        set_training(own, training_flags(self.model))
+        if all(
+            bool(opr.mask_of(name).all()) for opr in self.oprs().values() for name in opr.layer_parameters()
+        ):
+            log.warning("compact: no mask removes anything; set RATIO and call calc_params() first")
         if self.cfg.sparser.type == "unstructured":
             return own
         return compact(own, self.cut())
@@ -294,13 +311,16 @@ class SparseModel(nn.Module):
         )
 
     # -- inner parts ---------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """Labels are keyed by nodes, and nodes of a copy are others: found again when they are needed."""
+        return {**self.__dict__, "_hidden": {**self._hidden, "walk": None}}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         memo[id(self._hidden["source"])] = own_copy(self._hidden["source"])
-        hidden = {**self._hidden, "walk": None}  # labels are keyed by nodes: found again when they are needed
-        for key, value in self.__dict__.items():
-            new.__dict__[key] = copy.deepcopy(hidden if key == "_hidden" else value, memo)
+        for key, value in self.__getstate__().items():
+            new.__dict__[key] = copy.deepcopy(value, memo)
         return new
 
 

@@ -67,7 +67,7 @@ class Cut:
             tensor = tensor_at(gm, cut.path)
             kept = self.keeps(cut.labels).to(tensor.device)
             line = [-1 if d == cut.axis else 1 for d in range(tensor.dim())]
-            if not cut.path.endswith(("running_mean", "running_var")):
+            if cut.path not in self.walk.divisors and not cut.path.endswith(("running_mean", "running_var")):
                 with torch.no_grad():
                     tensor.mul_(kept.view(line))
         for path, labels in self.walk.normed.items():
@@ -201,7 +201,8 @@ def _difference(
             if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
                 want = cut.of_value(want, labels) if isinstance(labels, Tensor) else want
                 largest = want.abs().nan_to_num(0, 0, 0).max()  # masks have infinities
-                apart = float(torch.where(want == got, 0, want - got).abs().max() / largest.clamp_min(1e-8))
+                equal = (want == got) | (want.isnan() & got.isnan())  # softmax of nothing but -inf
+                apart = float(torch.where(equal, 0, want - got).abs().max() / largest.clamp_min(1e-8))
                 if not apart <= TOLERANCE:
                     return node, apart
     return None

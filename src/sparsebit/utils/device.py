@@ -28,4 +28,16 @@ def _device_name(value: Any) -> Any:
     return value
 
 
+def usable_device(name: str) -> Any:
+    """The torch device that DEVICE names, which this machine must have."""
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+        why = str(error).partition("\n")[0]
+        raise ConfigError(f"DEVICE: {name} cannot be used on this machine: {why}; write cpu") from error
+    return torch.device(name)
+
+
 Device = Annotated[str, BeforeValidator(_device_name)]

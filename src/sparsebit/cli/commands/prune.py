@@ -16,6 +16,7 @@ from sparsebit.cli.progress import start, status
 Ratio = Annotated[float | None, typer.Option(help="the share of channels that goes")]
 Macs = Annotated[float | None, typer.Option(help="the share of multiplications that stays")]
 Params = Annotated[float | None, typer.Option(help="the share of parameters that stays")]
+Latency = Annotated[float | None, typer.Option(help="the share of time that stays, on this machine")]
 SparserName = Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")]
 RoundTo = Annotated[int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")]
 Scope = Annotated[str, typer.Option(help="layer: the same share of each; global: of all together")]
@@ -38,6 +39,7 @@ def prune(
     ratio: Ratio = None,
     macs: Macs = None,
     params: Params = None,
+    latency: Latency = None,
     sparser: SparserName = "l1norm",
     round_to: RoundTo = 1,
     scope: Scope = "layer",
@@ -58,14 +60,9 @@ def prune(
     from sparsebit.cli.run import check_output, running
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
-    how: dict[str, Any] = {"ratio": ratio, "macs": macs, "params": params, "sparser": sparser}
-    how |= {
-        "round_to": round_to,
-        "scope": scope,
-        "heads": heads,
-        "merge": _blocks(merge),
-        "depth": _blocks(depth),
-    }
+    how: dict[str, Any] = {"ratio": ratio, "macs": macs, "params": params, "latency": latency}
+    how |= {"sparser": sparser, "round_to": round_to, "scope": scope, "heads": heads}
+    how |= {"merge": _blocks(merge), "depth": _blocks(depth)}
     asked = {**how, "metric": metric and absolute(metric)}
     check_output(output, {"command": "prune", "inputs": inputs.absolute(), "settings": asked}, resume)
     start()
@@ -118,6 +115,10 @@ def _check_settings(how: dict[str, Any], data: str | None) -> None:
     sparser = how["sparser"]
     if sparser not in SPARSERS_MAP:
         raise InputError(f"--sparser {sparser}: no such sparser{SPARSERS_MAP.hint(sparser)}")
+    if "structured" not in SPARSERS_MAP[sparser].KINDS:
+        raise InputError(
+            f"--sparser {sparser}: removes single weights, and this command channels; use Python"
+        )
     if SPARSERS_MAP[sparser].NEEDS and data is None:
         raise InputError(f"--sparser {sparser}: decides by data; add --data")
 

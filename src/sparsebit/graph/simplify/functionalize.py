@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparsebit.graph.ops import INPLACE_OPERATORS, module_of, op_of, writes_input
+from sparsebit.graph.ops import INPLACE_OPERATORS, argument, module_of, op_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.tracer import forward_owner
 
@@ -86,7 +86,7 @@ def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
 
 def _written(node: fx.Node) -> Any:
     """What the op writes into: its first argument, or the one named `input`."""
-    return node.args[0] if node.args else node.kwargs.get("input")
+    return argument(node, 0, "input")
 
 
 def _plain_form(node: fx.Node) -> Any:

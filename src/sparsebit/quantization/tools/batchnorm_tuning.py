@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
+from sparsebit.graph.training import evaluating
 from sparsebit.quantization.modules import quant_mode
 from sparsebit.quantization.tools.batchnorm_folding import fold, override_folded
 
@@ -42,10 +43,8 @@ def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
             "QuantModel with SCHEDULE.BN_TUNING: true"
         )
     tuned = [_Tuned(norm) for norm in norms]
-    training = {m: m.training for m in qmodel.modules()}
     try:
-        qmodel.eval()
-        with quant_mode(gm, w=True, a=True), _listening(gm, tuned):
+        with evaluating(qmodel), quant_mode(gm, w=True, a=True), _listening(gm, tuned):
             yield
         if not any(t.count for t in tuned):
             raise CalibrationError("batchnorm_tuning(): no batch was run; call qmodel(x) inside the block")
@@ -53,9 +52,6 @@ def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
         for t in tuned:
             t.reset()
         raise
-    finally:
-        for module, flag in training.items():
-            module.training = flag
     fold(gm)
     override_folded(qmodel)
 

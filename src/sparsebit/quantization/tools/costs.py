@@ -7,9 +7,8 @@ quantized when each operand came out of an active quantizer, possibly moved arou
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +18,15 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.lanes import Lane
+from sparsebit.graph.macs import parts
 from sparsebit.quantization.modules import Opr
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.layers import as_calls, is_active, undisturbed
 
 aten = torch.ops.aten
-Part = tuple[int, tuple[Any, ...]]  # MACs, and the operands that are multiplied
 Where = tuple[str, "nn.Module | None"]  # name of the node, and the innermost QModule in it
 
 # Ops that hand values on: what was on a grid stays on it. Views need no entry, they share their memory.
@@ -92,7 +90,7 @@ class _Counter(TorchDispatchMode):
         if self.paused:
             return out
         packet = func._overloadpacket
-        for macs, operands in _parts(packet, args, kwargs or {}, out):
+        for macs, operands in parts(packet, args, kwargs or {}, out):
             key = (self.node, self.inside[-1] if self.inside else None)
             self.result.macs[key] += macs
             inner = self._rounds_probs()
@@ -136,44 +134,6 @@ class _Counter(TorchDispatchMode):
 
 def _address(x: Tensor) -> int:
     return int(x.untyped_storage()._cdata)
-
-
-# -- how many ---------------------------------------------------------------------------------------
-def _parts(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Part]:
-    """MACs of one aten op with the operands they multiply; [] for ops that multiply no matrices."""
-    if packet in _OWN_FORMULAS:
-        return _OWN_FORMULAS[packet](*args)
-    if packet not in flop_registry:
-        return []
-    macs = int(flop_registry[packet](*args, **kwargs, out_val=out)) // 2
-    if "attention" in packet.__name__:
-        return [(macs // 2, args[:2]), (macs - macs // 2, (None, args[2]))]
-    first = 1 if packet in (aten.addmm, aten.baddbmm) else 0  # what is added comes first
-    return [(macs, args[first : first + 2])]
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Part]:
-    """Q K', then P V; None stands for P, a value inside the fused op."""
-    batch = math.prod(q.shape[:-2]) * q.shape[-2] * k.shape[-2]
-    return [(batch * q.shape[-1], (q, k)), (batch * v.shape[-1], (None, v))]
-
-
-def _lstm(x: Tensor, w_ih: Tensor, w_hh: Tensor, *rest: Any) -> list[Part]:
-    steps = x.numel() // x.shape[-1]
-    return [(steps * w_ih.numel(), (x, w_ih)), (steps * w_hh.numel(), (None, w_hh))]
-
-
-# aten ops that torch.utils.flop_counter does not know
-_OWN_FORMULAS: dict[Any, Callable[..., list[Part]]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten.mkldnn_rnn_layer: _lstm,
-    aten._grouped_mm: lambda a, b, *rest: [(a.numel() * b.shape[-1], (a, b))],  # tokens by experts
-    aten.mv: lambda m, v: [(m.numel(), (m, v))],
-    aten.addmv: lambda x, m, v, **_: [(m.numel(), (m, v))],
-    aten.dot: lambda a, b: [(a.numel(), (a, b))],
-    aten.addbmm: lambda x, a, b, **_: [(a.numel() * b.shape[-1], (a, b))],
-    aten._trilinear: lambda a, w, b, *_: [(a.shape[0] * w.numel(), (a, w, b))],
-}
 
 
 # -- where we listen --------------------------------------------------------------------------------

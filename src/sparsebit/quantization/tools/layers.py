@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.graph.lanes import Batch
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.training import evaluating
 from sparsebit.quantization.modules import Opr, QuantOpr
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Mode, Quantizer
@@ -102,22 +103,18 @@ def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:
 @contextmanager
 def undisturbed(gm: nn.Module) -> Iterator[None]:
     """Eval mode, every quantizer off, no gradients, no fused attention; all of it comes back, also on error."""
-    flags = {m: m.training for m in gm.modules()}
     modes = {m: m.mode for m in gm.modules() if isinstance(m, Quantizer)}
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
-        gm.eval()
         for quantizer in modes:
             quantizer.mode = Mode.FLOAT
         torch.backends.mha.set_fastpath_enabled(False)  # one opaque op, and no submodule is called
-        with torch.no_grad():
+        with evaluating(gm), torch.no_grad():
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for quantizer, mode in modes.items():
             quantizer.mode = mode
-        for module, flag in flags.items():
-            module.training = flag
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.channel_rules import channel_rule
@@ -47,6 +48,10 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
 
 @channel_rule(getattr)
 def attribute(walk: Walk, node: fx.Node, x: Any, name: str) -> Any:
+    if isinstance(x, PackedSequence) and name in x._fields:
+        return getattr(x, name)
+    if isinstance(x, tuple) and name in ("values", "indices"):  # of max, min, ...
+        return x[name == "indices"]
     return thin(getattr(x, name)) if isinstance(x, Tensor) and name in ("mT", "T", "data") else NotImplemented
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.ops import op_of
+from sparsebit.graph.ops import argument, op_of
 from sparsebit.sparse.channel_rules import channel_rule
 from sparsebit.sparse.channel_rules.moves import getitem, spelled
 from sparsebit.sparse.labels import FIXED
@@ -22,7 +22,7 @@ UNARY = spelled(
     "relu relu_ relu6 leaky_relu leaky_relu_ elu elu_ selu celu gelu silu mish softplus hardswish hardsigmoid hardtanh "
     "sigmoid sigmoid_ tanh tanh_ logsigmoid softsign tanhshrink hardshrink softshrink threshold dropout dropout1d "
     "dropout2d dropout3d alpha_dropout feature_alpha_dropout abs neg negative exp expm1 log log1p sqrt rsqrt square "
-    "sin cos erf floor ceil round sign clamp clip reciprocal float half double bfloat16 to type type_as nan_to_num "
+    "sin cos erf floor ceil round sign reciprocal float half double bfloat16 to type type_as nan_to_num "
     "requires_grad_ positive zeros_like ones_like full_like"
 )
 ACTIVATIONS = [
@@ -67,12 +67,26 @@ def unary(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -
 @channel_rule(*spelled("new_zeros new_ones"))
 def filled(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The same number everywhere: in the shape of its source it can be cut like it."""
-    return input if walk.values[node].shape == input.shape else NotImplemented
+    return input if walk.values[node].shape == input.shape else made(walk, node, *node.args[1:], **kwargs)
+
+
+@channel_rule(torch.zeros, torch.ones)
+def made(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """The same number everywhere: `torch.zeros(layers, b, 64)` has as many channels as what it meets. Sizes that
+    are computed stay what they were."""
+    given: Any = node.args[1:] if node.op == "call_method" else node.args
+    given = given or (node.kwargs["size"],)
+    sizes = given[0] if isinstance(given[0], (tuple, list)) else given
+    value = walk.values[node]
+    if not sizes or not isinstance(sizes[-1], int) or not value.is_floating_point() or not value.numel():
+        return walk.fixed(value)
+    return walk.make(node, sizes[-1], -1)[1]
 
 
 BINARY = spelled(
     "add add_ sub sub_ subtract rsub mul mul_ multiply div div_ divide true_divide pow maximum minimum where lerp "
-    "addcmul addcdiv eq ne lt le gt ge logical_and logical_or masked_fill masked_fill_ fmod remainder atan2"
+    "addcmul addcdiv eq ne lt le gt ge logical_and logical_or masked_fill masked_fill_ fmod remainder atan2 fmax fmin "
+    "clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_ hypot logaddexp copysign heaviside"
 )
 OPERATORS = "add sub mul truediv floordiv mod pow iadd isub imul itruediv eq ne lt le gt ge and_ or_ xor"
 
@@ -193,7 +207,11 @@ def over_an_axis(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs:
 
 @channel_rule(F.normalize)
 def normalize(walk: Walk, node: fx.Node, input: Tensor, p: float = 2.0, dim: int = 1, **kwargs: Any) -> Any:
-    if p == 2 and {*walk.labels.varies(input)} == {dim % input.dim()} and node.args[0] in walk.zero:
+    if (
+        p == 2
+        and {*walk.labels.varies(input)} == {dim % input.dim()}
+        and argument(node, 0, "input") in walk.zero
+    ):
         return input  # what is zero adds nothing to the norm
     return _unless_along(walk, input, dim)
 

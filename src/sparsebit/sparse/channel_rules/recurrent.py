@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.sparse.channel_rules import channel_rule
+from sparsebit.sparse.channel_rules.sequences import packed
 
 if TYPE_CHECKING:
     from sparsebit.sparse.channels import Walk
@@ -17,9 +19,7 @@ if TYPE_CHECKING:
 def recurrent(walk: Walk, node: fx.Node, input: Any, hx: Any = None) -> Any:
     """A module has one hidden_size: every layer and direction loses the same units."""
     module, path = walk.module(node), str(node.target)
-    if not isinstance(input, Tensor):
-        return NotImplemented  # a packed sequence
-    ins = walk.labels.along(input, -1)
+    ins = walk.labels.along(input.data if isinstance(input, PackedSequence) else input, -1)
     hidden = _labels(walk, f"{path}.weight_ih_l0", 0, module.hidden_size)
     out = hidden
     if getattr(module, "proj_size", 0):
@@ -38,7 +38,13 @@ def recurrent(walk: Walk, node: fx.Node, input: Any, hx: Any = None) -> Any:
     values, last = walk.values[node]
     state = tuple(last) if isinstance(last, tuple) else (last,)
     ends = tuple(v.expand(t.shape) for v, t in zip((out, hidden), state))
-    return out.repeat(directions).expand(values.shape), ends if isinstance(last, tuple) else ends[0]
+    channels = out.repeat(directions)
+    steps = (
+        packed(walk, values, channels)
+        if isinstance(values, PackedSequence)
+        else channels.expand(values.shape)
+    )
+    return steps, ends if isinstance(last, tuple) else ends[0]
 
 
 def _labels(walk: Walk, path: str, axis: int, n: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from sparsebit.graph.ops import op_of
+from sparsebit.graph.ops import argument, op_of
 from sparsebit.sparse.channel_rules.moves import MOVES, MOVING_MODULES, spelled
 
 if TYPE_CHECKING:
@@ -29,11 +29,15 @@ KEEPERS = {  # f(0) = 0
 PRODUCTS = {*spelled("mul mul_ multiply"), operator.mul, operator.imul}
 QUOTIENTS = {*spelled("div div_ divide true_divide"), operator.truediv, operator.itruediv}
 SUMS = {*spelled("add add_ sub sub_"), operator.add, operator.sub, operator.iadd, operator.isub}
+DIVISIONS = {*QUOTIENTS, *spelled("fmod remainder floor_divide"), operator.mod, operator.floordiv}
+POWERS = {*spelled("pow"), operator.pow}
+CARRIERS = {*SUMS, *PRODUCTS, *MOVES, *MOVING_MODULES}
+POLES = {*spelled("reciprocal rsqrt sqrt hypot log log2 log10 addcdiv")}  # 1/0, log(0), the slope of a root
 
 
 def stays_zero(walk: Walk, node: fx.Node) -> bool:
     if node.op == "get_attr":
-        return True  # parameters and buffers are masked themselves
+        return str(node.target) not in walk.divisors  # others are masked themselves
     if node.op in ("placeholder", "output"):
         return False
     op = op_of(node, walk.gm)
@@ -46,8 +50,45 @@ def stays_zero(walk: Walk, node: fx.Node) -> bool:
     if op in PRODUCTS:
         return any(same)
     if op in QUOTIENTS:
-        return bool(same) and same[0] and node.args[0] is sources[0]
+        return bool(same) and same[0] and argument(node, 0, "input") is sources[0]
     return op in SUMS and len(same) == 2 and all(same)
+
+
+def divisors(gm: fx.GraphModule) -> set[str]:
+    """Parameters and buffers that the graph reads by itself, and divides by, or takes the root or logarithm of.
+
+    They are not masked: what goes would be NaN, or its gradient, and NaN times the zeros of a masked layer is NaN.
+    """
+    layers = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
+    alone: set[fx.Node] = set()  # computed from parameters and buffers alone
+    holds: dict[
+        fx.Node, set[str]
+    ] = {}  # those that a value would be zero with: itself, in sums and products too
+    found: set[str] = set()
+    for node in gm.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "get_attr":
+            path = str(node.target)
+            holds[node] = set() if path.rpartition(".")[0] in layers else {path}
+            alone.add(node)
+        elif node.op.startswith("call"):
+            op = op_of(node, gm)
+            found |= set[str]().union(*(holds.get(n, ()) for n in _poles(node, op)))
+            if sources and alone.issuperset(sources):
+                alone.add(node)
+            if node in alone or op in CARRIERS:
+                holds[node] = set[str]().union(*(holds.get(n, ()) for n in sources))
+    return found
+
+
+def _poles(node: fx.Node, op: Any) -> list[Any]:
+    """What an op must not find zero."""
+    if op in POWERS:
+        power = argument(node, 1, "exponent")
+        return [] if isinstance(power, (int, float)) and power >= 1 else node.all_input_nodes
+    if op in DIVISIONS:
+        return [argument(node, 1, "other")]
+    return node.all_input_nodes if op in POLES else []
 
 
 def _is_made(walk: Walk, node: fx.Node) -> bool:

@@ -37,10 +37,23 @@ def register_smodule(sources: Iterable[Any]) -> Callable[[M], M]:
 def sparse_module(org_module: nn.Module, config: Any) -> SparseOpr:
     """The masked form of a layer: the registered one of its class, or one made for it."""
     kind = type(org_module)
-    found = SMODULE_MAP.get(kind)
-    if found is None:  # a class of the user's, or a layer without a file: masks work on any module
-        found = type(f"S{kind.__name__}", (SparseOpr, kind), {})
-    return found(org_module, config)
+    return (SMODULE_MAP.get(kind) or masked_class(kind))(org_module, config)
+
+
+def masked_class(kind: type[nn.Module]) -> type[SparseOpr]:
+    """Of a class of the user's, or a layer without a file: masks work on any module."""
+    return type(f"S{kind.__name__}", (SparseOpr, kind), {"__reduce_ex__": _by_kind})
+
+
+def _by_kind(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """pickle finds classes by their names; this one is made anew from the class it is of."""
+    _, _, *state = super(type(self), self).__reduce_ex__(protocol)
+    return (_without_init, (type(self).__bases__[1],), *state)
+
+
+def _without_init(kind: type[nn.Module]) -> SparseOpr:
+    made = masked_class(kind)
+    return made.__new__(made)
 
 
 SMODULE_MAP.discover(__name__)

@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from sparsebit.config import Config
 from sparsebit.errors import ConfigError
 
+OTHERS = {"l1norm": "", "wanda": " with batches", "taylor": " with batches and a loss"}  # judge most layers
 BOTH = ("structured", "unstructured")
 
 
@@ -99,10 +100,11 @@ class Sparser(nn.Module):
 
 def cannot_judge(sparsers: Iterable[Sparser]) -> ConfigError:
     """What to say where nothing can go, for no sparser says anything about any layer."""
-    judges = sorted({f"{s.strategy} judges {s.JUDGES}" for s in sparsers})
+    judges = dict(sorted((s.strategy, f"{s.strategy} judges {s.JUDGES}") for s in sparsers))
+    others = [f"{name}{how}" for name, how in OTHERS.items() if name not in judges]
     return ConfigError(
-        f"STRATEGY: {', '.join(judges)}; nothing in this model that could go is of that kind; "
-        f"use l1norm, or with batches wanda or taylor"
+        f"STRATEGY: {', '.join(judges.values())}; nothing in this model that could go is of that kind; "
+        f"use {' or '.join(others)}"
     )
 
 

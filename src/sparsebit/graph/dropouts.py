@@ -1,0 +1,124 @@
+"""Functional dropout whose `training` is `self.training` becomes a module, which follows train() and eval().
+
+A model is traced in eval mode, where that flag is a False like any other. A second trace, in which every read of
+`module.training` gives an object of its own, proves where the False came from; nothing else of it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from sparsebit.graph.rewrite import fresh_name
+from sparsebit.graph.tracer import LeafTracer
+
+log = logging.getLogger("sparsebit")
+
+OFF = "functional dropout stays off in training, write nn.Dropout in its place"
+MODULES: dict[Any, type[nn.Module]] = {
+    F.dropout: nn.Dropout,
+    F.dropout1d: nn.Dropout1d,
+    F.dropout2d: nn.Dropout2d,
+    F.dropout3d: nn.Dropout3d,
+    F.alpha_dropout: nn.AlphaDropout,
+    F.feature_alpha_dropout: nn.FeatureAlphaDropout,
+    torch.dropout: nn.Dropout,
+    torch.alpha_dropout: nn.AlphaDropout,
+    torch.feature_alpha_dropout: nn.FeatureAlphaDropout,
+}
+
+
+class Flag(int):
+    """False, as read from `module.training`. Once something asked for its truth it proves nothing: of
+    `self.training and self.regularized` only the first half is left."""
+
+    asked = False
+
+    def __bool__(self) -> bool:
+        self.asked = True
+        return False
+
+
+@contextmanager
+def flags() -> Iterator[None]:
+    """Inside, whoever reads `module.training` of a module in eval mode gets a Flag."""
+
+    def read(module: nn.Module) -> Any:
+        return vars(module).get("training") or Flag()
+
+    def write(module: nn.Module, value: Any) -> None:
+        vars(module)["training"] = value
+
+    def taking_flags(function: Any) -> Any:
+        return lambda x, p, train: function(x, p, False if isinstance(train, Flag) else train)
+
+    kernels = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")  # they want a bool
+    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    for name in kernels:
+        setattr(torch._VF, name, taking_flags(getattr(torch._VF, name)))
+    try:
+        yield
+    finally:
+        del nn.Module.training
+        for name in kernels:
+            delattr(torch._VF, name)  # what it then looks up is torch's own
+
+
+def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
+    """Mark the dropouts in `graph`, a trace of `root` in eval mode, that `root.train()` would switch on."""
+    if not any(_training(node) is False for node in graph.nodes):
+        return
+    islands = dict(tracer.islands)
+    try:
+        with flags():
+            again = tracer.trace(root)
+    except Exception as error:  # torch.set_grad_enabled(self.training) takes nothing but a bool
+        log.warning("%s: %s: %s", OFF, type(error).__name__, error)
+        return
+    finally:
+        tracer.islands = islands
+    pairs = list(zip(graph.nodes, again.nodes))
+    if len(graph.nodes) != len(again.nodes) or any(_kind(a) != _kind(b) for a, b in pairs):
+        log.warning("%s: the forward does something else if self.training is no bool", OFF)
+        return
+    for node, seen in pairs:
+        flag = _training(seen)
+        node.meta["switched"] = isinstance(flag, Flag) and not flag.asked
+        if isinstance(flag, Flag) and flag.asked:
+            log.warning("%s: %s, the forward asks what self.training is", OFF, node)
+
+
+def switched_to_modules(gm: fx.GraphModule, model: nn.Module) -> None:
+    """Each marked dropout becomes a module beside the layers of the module of `model` whose forward it is in."""
+    for node in gm.graph.nodes:
+        options = _options(node) if node.meta.pop("switched", False) else {}
+        if options and not isinstance(options.get("p"), fx.Node):
+            stack = node.meta.get("nn_module_stack") or {}
+            inside = list(stack.values())[-1][0] if stack else ""
+            made = MODULES[node.target](options.get("p", 0.5), options.get("inplace", False))
+            node.target = fresh_name(gm, f"{inside}.{node.target.__name__}".lstrip("."))
+            gm.add_submodule(node.target, made.train(model.get_submodule(inside).training))
+            node.op, node.args, node.kwargs = "call_module", (options["input"],), {}
+    gm.recompile()
+
+
+def _kind(node: fx.Node) -> Any:
+    return node.op, None if node.op == "get_attr" else node.target  # constants are numbered through
+
+
+def _training(node: fx.Node) -> Any:
+    """The flag of a functional dropout; None if it is another op."""
+    return _options(node).get("training")
+
+
+def _options(node: fx.Node) -> dict[str, Any]:
+    if node.op != "call_function" or node.target not in MODULES:
+        return {}
+    found = {**dict(zip(("input", "p", "training", "inplace"), node.args)), **node.kwargs}
+    return {("training" if name == "train" else name): value for name, value in found.items()}

@@ -1,0 +1,166 @@
+"""Packed sequences in a trace: torch's functions that make and read them are single calls of the graph.
+
+They look at the lengths before torch.fx is asked. Callers know them by names of their own (`from torch.nn.utils.rnn
+import pack_padded_sequence as pack`), so while a model is traced it is no name that changes, but the function itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import TraceError
+from sparsebit.graph.inputs import as_many
+from sparsebit.graph.ops import argument
+from sparsebit.graph.proxies import has_proxy
+
+OF_LISTS: tuple[Any, ...] = (rnn.pack_sequence, rnn.pad_sequence)
+FUNCTIONS = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, *OF_LISTS)
+MAKERS = (rnn.pack_padded_sequence, rnn.pack_sequence, PackedSequence)
+METHODS = ("_replace", "to", "cpu", "cuda", "double", "float", "half", "pin_memory")  # give another one
+
+
+@dataclass
+class Items:
+    """An input that is a list or tuple: `value` has proxies of its items."""
+
+    source: fx.Node
+    value: Any
+    nodes: list[fx.Node | None]
+    counted = False  # somebody asked for its length, which is a number that the graph does not see
+
+
+@contextmanager
+def packing(tracer: Any) -> Iterator[None]:
+    """Inside, FUNCTIONS and PackedSequence itself are recorded by `tracer` where they are given a proxy."""
+    _open_to_pytree()
+    old: list[tuple[Any, CodeType, Any]] = [(f, f.__code__, f.__kwdefaults__) for f in FUNCTIONS]
+    made, stored = PackedSequence.__new__, vars(PackedSequence)["__new__"]
+    for function, code, defaults in old:
+        was = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+        was.__kwdefaults__ = defaults
+        # first: another thread may call it now
+        function.__kwdefaults__ = {"_call": partial(_recorded, tracer, function, was)}
+        function.__code__ = _instead.__code__
+    make = lambda cls, *args, **kwargs: _recorded(tracer, cls, partial(made, cls), *args, **kwargs)
+    PackedSequence.__new__ = make  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PackedSequence.__new__ = stored  # type: ignore[method-assign]
+        for function, code, defaults in old:
+            function.__code__, function.__kwdefaults__ = code, defaults
+
+
+def _instead(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
+    return _call(*args, **kwargs)
+
+
+def _recorded(tracer: Any, target: Any, was: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not has_proxy((args, kwargs)):
+        return was(*args, **kwargs)
+    if target in OF_LISTS:
+        first, *rest = args if args else (kwargs.pop("sequences"),)
+        args = (_as_given(tracer, first), *rest)
+    if target is rnn.pack_padded_sequence:
+        lengths = args[1] if len(args) > 1 else kwargs.get("lengths")
+        if not has_proxy(lengths) and not any(lengths is b for b in tracer.root.buffers()):
+            raise TraceError(
+                "pack_padded_sequence: the lengths are numbers; those of another batch are others"
+            )
+    return tracer.create_proxy("call_function", target, args, kwargs)
+
+
+def _as_given(tracer: Any, sequences: Any) -> Any:
+    """A list that is an input of the model, as one value, however long it is."""
+    if not isinstance(sequences, (list, tuple)):
+        return sequences
+    nodes = [each.node if isinstance(each, fx.Proxy) else None for each in sequences]
+    return next((tracer.proxy(each.source) for each in tracer.lists if each.nodes == nodes), sequences)
+
+
+def settle_lists(graph: fx.Graph, lists: list[Items]) -> None:
+    """Let the graph refuse lists of another length, where it takes them apart: what is too much would be ignored.
+
+    A model that packs sequences has another number of them in every batch: it is refused right away.
+    """
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
+    for items in reversed(lists):  # what is inside comes first
+        source = items.source
+        parts = [user for user in source.users if user.target is operator.getitem]
+        for part in parts:
+            if not part.users:
+                graph.erase_node(part)
+        used = items.counted or any(part in source.users for part in parts)
+        if used and isinstance(items.value, list) and any(node.target in FUNCTIONS for node in graph.nodes):
+            raise TraceError(
+                f"forward takes the list {source.target} apart, as long as it is in the example, and packs or pads "
+                f"sequences; pad them outside of the model"
+            )
+        if used:
+            name = str(source.target if source.op == "placeholder" else source).lstrip("*")
+            with graph.inserting_after(*last if source.op == "placeholder" else [source]):
+                graph.call_function(as_many, (name, source, len(items.nodes)))
+
+
+def is_packed(node: fx.Node, root: nn.Module) -> bool:
+    """Is its value a PackedSequence, as far as the graph tells?"""
+    source = _first(node)
+    if node.op == "call_method":
+        return node.target in METHODS and _said(source)
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return node.op == "call_function" and node.target in MAKERS
+    if node.args[1:] != (0,) or source is None:
+        return False
+    return isinstance(_layer(source, root), nn.RNNBase) and _said(_first(source))
+
+
+def _layer(node: fx.Node | None, root: nn.Module) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node is not None and node.op == "call_module" else None
+
+
+def _first(node: fx.Node) -> fx.Node | None:
+    first = argument(node, 0, "input")
+    return first if isinstance(first, fx.Node) else None
+
+
+def _said(node: fx.Node | None) -> bool:
+    return node is not None and bool(node.meta.get("packed"))
+
+
+def fields_of(node: fx.Node, root: nn.Module) -> int | None:
+    """How many there are in a packed sequence, or in a slice of one: `PackedSequence(y, *x[1:])`.
+
+    What stands behind one cannot be seen on shapes alone: the two parts of a padded one, of a layer's output, and of
+    the state of an LSTM.
+    """
+    n = len(PackedSequence._fields)
+    state = node.target is operator.getitem and node.args[1] in (1, -1)
+    layer = _layer(_first(node) if state else node, root)
+    if node.target is rnn.pad_packed_sequence or isinstance(layer, nn.LSTM if state else nn.RNNBase):
+        return 2
+    if _said(node):
+        return n
+    if node.target is operator.getitem and isinstance(node.args[1], slice) and _said(_first(node)):
+        return len(range(n)[node.args[1]])
+    return None
+
+
+def _open_to_pytree() -> None:
+    """For pytree of older versions of torch a PackedSequence is a leaf, and its tensors would be missed."""
+    packed = PackedSequence(torch.zeros(1), torch.ones(1))
+    if len(pytree.tree_leaves(packed)) == 1:
+        pytree.register_pytree_node(
+            PackedSequence, lambda p: (list(p), None), lambda parts, _: PackedSequence(*parts)
+        )
