@@ -436,6 +436,29 @@ def test_lists_dicts_dataclasses_and_named_tuples_come_in():
     assert_same(gm(*other), ManyInputs()(*other))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.max(x, 1),
+        lambda x: x.min(dim=-1),
+        lambda x: x.median(dim=0),
+        lambda x: torch.topk(x, k=2),
+        lambda x: x.sort(descending=True),
+        lambda x: torch.var_mean(x, dim=1),
+    ],
+)
+def test_pairs_are_unpacked_without_an_example(call):
+    class Net(Fc):
+        def forward(self, x):
+            values, places = call(self.fc(x))
+            return values, places
+
+    net = Net()
+    gm = trace(net, LeafTracer())
+    assert gm.meta["islands"] == {}
+    assert_same(gm(X), net(X))
+
+
 class ModelOutputLike(OrderedDict):
     pass
 

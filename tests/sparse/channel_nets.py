@@ -26,6 +26,15 @@ from conv_nets import (
     UNet,
     conv,
 )
+from norm_nets import (
+    Length,
+    MeanAndDeviation,
+    OneMoreThanTheWeight,
+    Pictures,
+    RootMeanSquare,
+    Tokens,
+    WithoutWeights,
+)
 from sequence_nets import (
     Bert,
     EinsumAttention,
@@ -205,6 +214,12 @@ ARCHITECTURES: dict[str, Made] = {
     "convnext": (ConvNeXt, image),
     "mixer": (Mixer, image),
     "llama": (Llama, words),
+    "rms norm by hand": (lambda: Tokens(RootMeanSquare), words),
+    "rms norm by hand, one more": (lambda: Tokens(OneMoreThanTheWeight), words),
+    "norm by length": (lambda: Tokens(Length), words),
+    "norm by deviation": (lambda: Tokens(MeanAndDeviation), words),
+    "norm without weights": (lambda: Tokens(WithoutWeights), words),
+    "norm of pictures by hand": (lambda: Head(Pictures(), 8), image),
     "lstm": (lambda: Recurrent(nn.LSTM, batch_first=True), words),
     "lstm, two layers, both ways": (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), words),
     "lstm with projections": (lambda: Recurrent(nn.LSTM, num_layers=2, proj_size=6), words),

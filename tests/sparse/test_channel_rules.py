@@ -53,7 +53,9 @@ def between(act, middle=8):
     "act, middle, reason",
     [
         (lambda x: x.softmax(1), 8, "softmax"),
-        (lambda x: x.mean(1, keepdim=True), 1, "mean"),
+        (lambda x: x.argmax(1, keepdim=True).float(), 1, "argmax"),
+        (lambda x: x.max(1, keepdim=True)[1].float(), 1, "max"),
+        (lambda x: x.mean().expand(2, 1, 16, 16), 1, "mean"),
         (lambda x: x.sigmoid().sum(1, keepdim=True), 1, "sum"),  # not zero where the channel was
         (lambda x: torch.einsum("bchw,bcij->bhwij", x.cos(), x.cos()).flatten(3)[:, None, 0], 1, "einsum"),
         (lambda x: x[:, 2:3] * 2 + x[:, [4]], 1, "takes a single position"),
@@ -61,7 +63,6 @@ def between(act, middle=8):
         (lambda x: F.normalize(x.exp(), 2.0, 1), 8, "normalize"),
         (lambda x: x.cumsum(1), 8, "cumsum"),
         (lambda x: F.local_response_norm(x, 3), 8, "local_response_norm"),
-        (lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True), 1, "vector_norm"),
     ],
 )
 def test_kept_with_a_reason(act, middle, reason):
@@ -74,6 +75,11 @@ def test_kept_with_a_reason(act, middle, reason):
     "act, middle",
     [
         (lambda x: x.relu().sum(1, keepdim=True), 1),  # nothing is added where the channel was
+        (lambda x: x.mean(1, keepdim=True), 1),  # of the channels that are left
+        (lambda x: x.sigmoid().mean((1, 2), keepdim=True).expand(-1, -1, 16, -1), 1),
+        (lambda x: torch.linalg.vector_norm(x, dim=-3, keepdim=True), 1),
+        (lambda x: torch.std(x, dim=1, correction=0, keepdim=True), 1),
+        (lambda x: x.max(1).values[:, None] + x.amin(1, True) + x.logsumexp(1, True), 1),
         (lambda x: F.normalize(x, dim=1), 8),
         (lambda x: F.softmax(x.flatten(2), -1).view(2, 8, 16, 16), 8),
         (lambda x: x.flip(1), 8),

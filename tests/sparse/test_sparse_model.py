@@ -75,6 +75,25 @@ def test_layers_before_an_addition_stay_whole():
     torch.testing.assert_close(small(x), smodel(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["norm by deviation", "norm without weights", "norm of pictures by hand"])
+def test_statistics_by_hand_are_those_of_the_channels_that_are_left(name):
+    model, x = net(name)
+    smodel = SparseModel(model, config(), x)
+    whole = smodel(x)
+    torch.testing.assert_close(whole, model(x))
+    smodel.calc_params()
+    masked, small = smodel(x), smodel.compact()
+    torch.testing.assert_close(small(x), masked, rtol=1e-4, atol=1e-5)
+    for fresh in (SparseModel(model, config()), SparseModel(model, config(), x), copy.deepcopy(smodel)):
+        fresh.load_state_dict(smodel.state_dict())
+        assert torch.equal(fresh(x), masked)
+    masked.sum().backward()
+    for p, q in zip(smodel.parameters(), model.parameters(), strict=True):
+        assert p.grad is None or (p.shape == q.shape and bool(p.grad.isfinite().all()))
+    smodel.reset_masks()
+    assert torch.equal(smodel(x), whole)
+
+
 # -- every sparser -------------------------------------------------------------------------------------------
 STRUCTURED = sorted(
     k for k, v in SPARSERS_MAP.items() if "structured" in v.KINDS and v.__module__.startswith("sparsebit")

@@ -35,6 +35,8 @@ VIEWS = frozenset(  # calls whose result may be the memory of their first argume
         *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
     )
 )
+PAIRS = frozenset(("cummax", "cummin", "kthvalue", "mode", "sort", "std_mean", "topk", "var_mean"))
+ALONG = frozenset(("max", "median", "min", "nanmedian"))  # pairs along an axis, else a single number
 
 
 class LeafTracer(fx.Tracer):
@@ -276,7 +278,9 @@ def _name(node: fx.Node) -> str:
 
 
 def _parts(node: fx.Node) -> int | None:
-    """Into how many parts a split or chunk cuts, where the call says so."""
+    """Into how many parts a split or chunk cuts, where the call says so; of `max` along an axis, values and places."""
+    if _name(node) in PAIRS or (_name(node) in ALONG and type(argument(node, 1, "dim")) is int):
+        return 2
     said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
     if _name(node) == "chunk" and isinstance(said, int):
         return said

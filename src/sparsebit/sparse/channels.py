@@ -52,6 +52,7 @@ class Walk:
     slices: dict[tuple[str, int], Slice] = field(default_factory=dict)
     sizes: list[tuple[str, str, Tensor]] = field(default_factory=list)  # module path, attribute, labels
     normed: dict[str, Tensor] = field(default_factory=dict)  # layer norms: statistics are over what is kept
+    statistics: dict[str, Tensor] = field(default_factory=dict)  # calls that do that by hand, by node name
     rules: dict[fx.Node, str] = field(default_factory=dict)  # which rule spoke for a node
     zero: set[fx.Node] = field(default_factory=set)  # masked, these are zero wherever a label goes
     paths: dict[str, str] = field(default_factory=dict)  # a module's path in the graph -> in the user's model

@@ -12,10 +12,13 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.graph.ops import module_of
+from sparsebit.sparse.channel_rules.pointwise import over_given_axes
 from sparsebit.sparse.channel_rules.zeros import divisors
 from sparsebit.sparse.modules import SparseOpr, sparse_module
 from sparsebit.sparse.modules.base import mask_name
+from sparsebit.sparse.modules.statistics import Statistic, as_statistic, statistics_of
 from sparsebit.sparse.sparse_config import SparseConfig, resolve
+from sparsebit.sparse.surgery import Cut
 
 READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
 
@@ -33,6 +36,8 @@ def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":
             _mask_read(gm, node, oprs, str(node.target) not in whole)
+        elif over_given_axes(node, gm):
+            as_statistic(gm, node)
     gm.graph.lint()
     gm.recompile()
     return gm
@@ -114,10 +119,28 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
     return model.get_submodule(owner)._buffers.get(f"{last}{READ}")
 
 
+def set_masks(model: fx.GraphModule, cut: Cut) -> None:
+    """Where classes go, parameters are masked, and statistics are over what stays."""
+    oprs, statistics = oprs_of(model), statistics_of(model)
+    reset_masks(model)
+    for part in cut.walk.slices.values():
+        mask = mask_at(model, part.path, oprs)
+        if mask is not None:
+            line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
+            mask &= cut.keeps(part.labels).view(line).to(mask.device)
+    for path, labels in cut.walk.normed.items():
+        oprs[path].kept.copy_(cut.keeps(labels))
+    for name, labels in cut.walk.statistics.items():
+        statistics[name].set(cut.keeps(labels))
+
+
 def reset_masks(model: nn.Module) -> None:
     """Nothing goes."""
     for opr in oprs_of(model).values():
         opr.reset_masks()
+    for module in model.modules():
+        if isinstance(module, Statistic):
+            module.kept.fill_(True)
     for name, buffer in model.named_buffers():
         if name.endswith(READ):
             buffer.fill_(True)

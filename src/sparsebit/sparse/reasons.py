@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from sparsebit.sparse.channels import Walk
 
 
-STATISTICS = ("mean", "var", "std", "var_mean", "std_mean")  # they divide by the number of channels
-
-
 def without_rule(walk: Walk, node: fx.Node) -> str:
     """Why no channel rule spoke for a node."""
     module = walk.module(node) if node.op == "call_module" else None
@@ -31,8 +28,6 @@ def without_rule(walk: Walk, node: fx.Node) -> str:
     name = getattr(what, "__name__", what)
     if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(walk.values[node])):
         return f"no rule looks into what {name} makes of it"
-    if name in STATISTICS:
-        return f"{name} over channels needs all of them (nn.LayerNorm and nn.RMSNorm have rules)"
     return f"no rule for {name} called like this"
 
 

@@ -29,7 +29,7 @@ from sparsebit.sparse import allocate, feeding, fitting
 from sparsebit.sparse.batches import Batches
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.compacting import compact
-from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, with_masks
+from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, set_masks, with_masks
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.prune import call_of, traced
 from sparsebit.sparse.refit import reestimate, refit
@@ -205,18 +205,7 @@ class SparseModel(nn.Module):
         cut = Cut(walk, dropped)
         if section.refit:
             refit(cut, self.oprs())
-        self._set_masks(cut)
-
-    def _set_masks(self, cut: Cut) -> None:
-        oprs = self.oprs()
-        self.reset_masks()
-        for part in cut.walk.slices.values():
-            mask = mask_at(self.model, part.path, oprs)
-            if mask is not None:
-                line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
-                mask &= cut.keeps(part.labels).view(line).to(mask.device)
-        for path, labels in cut.walk.normed.items():
-            oprs[path].kept.copy_(cut.keeps(labels))
+        set_masks(self.model, cut)
 
     def reset_masks(self) -> None:
         """Nothing goes."""

@@ -19,6 +19,7 @@ from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.channels import Walk, tensor_at
 from sparsebit.sparse.literals import rewrite
 from sparsebit.sparse.modules import sparse_module
+from sparsebit.sparse.modules.statistics import as_statistic
 from sparsebit.sparse.running import Call, Runner
 
 TOLERANCE = 1e-5  # of the largest value
@@ -75,6 +76,10 @@ class Cut:
                 norm: Any = sparse_module(gm.get_submodule(path), None)
                 norm.kept.copy_(self.keeps(labels))
                 _set_module(gm, path, norm)
+        for node in gm.graph.nodes:
+            if node.name in self.walk.statistics:
+                as_statistic(gm, node).set(self.keeps(self.walk.statistics[node.name]))
+        gm.recompile()
         return gm
 
     def compact(self) -> fx.GraphModule:

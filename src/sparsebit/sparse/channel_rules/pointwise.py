@@ -159,11 +159,28 @@ def inside_channels(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwar
 
 REDUCE = spelled("mean sum amax amin max min std var std_mean var_mean prod any all logsumexp argmax argmin")
 SUM = spelled("sum")
+NORMS = [*spelled("norm"), torch.linalg.vector_norm]
+PAIRS = spelled("max min")
+STATISTICS = {*spelled("mean var std var_mean std_mean amax amin logsumexp"), *PAIRS, *NORMS}
+
+
+def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Is it a statistic of some axes, that can be taken over fewer channels? Of `max` the values, not the places."""
+    op = op_of(node, gm) if node.op in ("call_function", "call_method") else None
+    if op not in STATISTICS:
+        return False
+    dims = argument(node, 2 if op in NORMS else 1, "dim", node.kwargs.get("axis"))
+    sizes = dims if isinstance(dims, (list, tuple)) else [dims]
+    if not sizes or not all(type(d) is int for d in sizes):
+        return False
+    values = lambda user: user.target in (operator.getitem, getattr) and user.args[1] in (0, "values")
+    return op not in PAIRS or all(values(user) or not user.users for user in node.users)
 
 
 @channel_rule(*REDUCE)
 def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over positions: the channel's label stays. Over channels: a sum of what is zero where it goes; else fixed."""
+    """Over positions: the channel's label stays. Over channels: a sum of what is zero where it goes, or a statistic,
+    which is then that of the channels that are left; else fixed."""
     out = walk.values[node]
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     if isinstance(dims, Tensor):  # max(x, y)
@@ -173,7 +190,13 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     varies = walk.settle_heads(input, over)
     if set(over) & varies:
         is_sum = op_of(node, walk.gm) in SUM and node.all_input_nodes[0] in walk.zero
-        return walk.fixed(out) if is_sum and len(varies) == 1 else NotImplemented
+        if len(varies) != 1 or not (is_sum or over_given_axes(node, walk.gm)):
+            return NotImplemented
+        if not is_sum:
+            (axis,) = varies
+            behind = [1] * (input.dim() - 1 - axis)
+            walk.statistics[node.name] = walk.labels.along(input, axis).reshape(-1, *behind)
+        return pytree.tree_map_only(Tensor, walk.fixed, out if isinstance(out, Tensor) else tuple(out))
     first = input
     for d in over:
         first = first.narrow(d, 0, 1)
@@ -182,7 +205,7 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     return small if isinstance(out, Tensor) else (small,) * len(results)
 
 
-@channel_rule(*spelled("norm"), torch.linalg.vector_norm)
+@channel_rule(*NORMS)
 def norm(
     walk: Walk, node: fx.Node, input: Tensor, p: Any = 2, dim: Any = None, *args: Any, **kwargs: Any
 ) -> Any:

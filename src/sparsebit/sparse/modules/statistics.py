@@ -1,0 +1,59 @@
+"""mean, var and their like over channels, as norms written by hand have them: taken from the channels that are left.
+
+The smaller model does that by itself. In a masked one the call is a module, which has a mask of what it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.graph.rewrite import fresh_name
+
+
+class Statistic(nn.Module):
+    """`kept` is empty, or has a one behind its channels for every axis behind theirs: (C, 1, 1) for pictures."""
+
+    kept: Tensor
+
+    def __init__(self, target: Any):
+        super().__init__()
+        self.target = target  # a function, or the name of a method
+        self.register_buffer("kept", torch.ones(0, dtype=torch.bool))
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not bool(self.kept.all()):
+            input = input.index_select(-self.kept.dim(), self.kept.flatten().nonzero().flatten())
+        if isinstance(self.target, str):
+            return getattr(input, self.target)(*args, **kwargs)
+        return self.target(input, *args, **kwargs)
+
+    def set(self, kept: Tensor) -> None:
+        self.kept = kept.to(self.kept.device)
+
+    def extra_repr(self) -> str:
+        return str(getattr(self.target, "__name__", self.target))
+
+    def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """A model that has not seen an input yet takes a mask of any shape."""
+        known = state.get(f"{prefix}kept")
+        if isinstance(known, Tensor) and known.shape != self.kept.shape:
+            self.kept = torch.ones(known.shape, dtype=torch.bool, device=self.kept.device)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
+    """Put a module in the place of a call; the node keeps its name."""
+    made = Statistic(node.target).train(gm.training)
+    node.op, node.target = "call_module", fresh_name(gm, f"{node.name}_kept")
+    gm.add_submodule(node.target, made)
+    return made
+
+
+def statistics_of(gm: fx.GraphModule) -> dict[str, Statistic]:
+    """By the name of their node."""
+    found = {n.name: gm.get_submodule(str(n.target)) for n in gm.graph.nodes if n.op == "call_module"}
+    return {name: module for name, module in found.items() if isinstance(module, Statistic)}
