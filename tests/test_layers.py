@@ -146,26 +146,28 @@ def test_import_loads_nothing_heavy(module):
 
 
 def test_import_adds_little_to_torch(tmp_path):
-    """At most 0.3 s on top of `import torch`, in CPU time and the best of five, because machines are noisy.
+    """At most 0.3 s on top of `import torch`, in CPU time and the best of five. Where the machine is slow, or its cores
+    are shared, torch is slow too: then a fifth of what torch takes in the same process.
 
     With compiled files, as an installed package has them.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = str(tmp_path)
     code = (
-        "import time, torch\n"
-        "t = time.process_time()\n"
+        "import time\n"
+        "start = time.process_time()\n"
+        "import torch\n"
+        "middle = time.process_time()\n"
         "import sparsebit; sparsebit.QuantModel\n"
-        "print(time.process_time() - t)"
+        "print(middle - start, time.process_time() - middle)"
     )
-    run = lambda: float(
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-        ).stdout
-    )
-    best = 9.0
+    tries = []
     for _ in range(5):
-        best = min(best, run())
-        if best <= 0.3:
-            break
-    assert best <= 0.3, f"import sparsebit takes {best:.2f} s after import torch"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+        )
+        torchs, ours = map(float, done.stdout.split())
+        if ours <= max(0.3, 0.2 * torchs):
+            return
+        tries.append(f"{ours:.2f} s after the {torchs:.2f} s of torch")
+    raise AssertionError(f"import sparsebit takes {', '.join(tries)}")
