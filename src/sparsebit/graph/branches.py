@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
+import linecache
 import sys
+from pathlib import Path
 from types import FrameType
 
 from sparsebit.graph.islands import OWN
@@ -12,10 +14,25 @@ from sparsebit.graph.islands import OWN
 def only_outcome() -> bool | None:
     """The truth value that goes on, when the branch being decided in the user's code otherwise only raises:
     `assert x.dim() == 4`, `if x.shape[1] != n: raise ValueError(...)`. None: both ways go on."""
+    frame = users_frame()
+    return None if frame is None else _decide(frame)
+
+
+def users_frame() -> FrameType | None:
+    """Of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
-    return None if frame is None else _decide(frame)
+    return frame
+
+
+def line_of_caller() -> str:
+    """`model.py:12: if x.shape[1] > 4:`"""
+    frame = users_frame()
+    if frame is None:
+        return "the forward"
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
 
 
 def _decide(frame: FrameType) -> bool | None:

@@ -50,6 +50,21 @@ def as_many(name: str, values: Any, wanted: int) -> None:
 
 
 @fx.node.has_side_effect
+def as_decided(where: str, outcome: Any, wanted: bool) -> None:
+    """Refuse an input whose sizes would take the forward another way than those of the example did."""
+    if torch.jit.is_scripting():
+        if str(outcome) != str(wanted):
+            raise ValueError("the example took another way at " + where)
+    elif isinstance(outcome, fx.Proxy):
+        outcome.tracer.create_proxy("call_function", as_decided, (where, outcome, wanted), {})
+    elif not torch.compiler.is_compiling() and bool(outcome) is not wanted:
+        raise TraceError(
+            f"an input of this size takes the forward another way than the example did, which the graph does not have: "
+            f"{where}\n  fix: take an example of this size"
+        )
+
+
+@fx.node.has_side_effect
 def is_given(name: str, value: Any) -> None:
     """Refuse None where the model was traced with something."""
     if isinstance(value, fx.Proxy):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import builtins
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointFunction
 
+from sparsebit.graph.branches import users_frame
 from sparsebit.graph.imports import untouched_imports
-from sparsebit.graph.islands import OWN
 from sparsebit.graph.proxies import has_proxy
 from sparsebit.graph.sequences import packing
 
@@ -122,7 +120,5 @@ NUMBERS = {
 
 def namespace_of_caller() -> dict[str, Any] | None:
     """The globals of the user's code that is running, if its int and float are the built-in ones."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OWN):
-        frame = frame.f_back
+    frame = users_frame()
     return None if frame is None or NUMBERS.keys() & frame.f_globals.keys() else frame.f_globals

@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.branches import only_outcome
+from sparsebit.graph.branches import line_of_caller, only_outcome
+from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.islands import Island, island
 from sparsebit.graph.ops import argument, writes_input
 from sparsebit.graph.proxies import InplaceProxy, ListProxy, PackedProxy, has_proxy
@@ -45,12 +46,18 @@ class LeafTracer(fx.Tracer):
 
     A user's subclass that inherits its `forward` from a torch.nn class is a leaf too: it computes what its base
     class computes.
+
+    decides  an `if` on sizes goes the way of the example, and the graph refuses inputs that would go another.
     """
 
     def __init__(
-        self, skipped_module_names: Sequence[str] = (), is_known: Callable[[Any], bool] = lambda op: False
+        self,
+        skipped_module_names: Sequence[str] = (),
+        is_known: Callable[[Any], bool] = lambda op: False,
+        decides: bool = False,
     ):
         super().__init__(param_shapes_constant=True)
+        self.decides = decides
         self.skipped_module_names = list(skipped_module_names)
         self.is_known = is_known
         self.islands: dict[str, Island] = {}
@@ -145,9 +152,20 @@ class LeafTracer(fx.Tracer):
         return None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """`assert` and `if ...: raise` have one outcome that goes on; any other `if` cannot be traced."""
+        """`assert` and `if ...: raise` have one outcome that goes on; others cannot be traced, but see `decides`."""
         outcome = only_outcome()
+        if outcome is None and self.decides and self.example:
+            outcome = self._decided(obj)
         return super().to_bool(obj) if outcome is None else outcome
+
+    def _decided(self, obj: fx.Proxy) -> bool | None:
+        found = self._on_example().shown.of(obj.node)
+        if type(found) not in (bool, int):
+            return None  # it depends on values
+        if type(found) is int:
+            obj = self.create_proxy("call_function", operator.ne, (obj, 0), {})
+        self.create_proxy("call_function", as_decided, (line_of_caller(), obj, bool(found)), {})
+        return bool(found)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
         """`list(x.chunk(2, 1))`, `(*x.shape[:-1], 4)`"""
@@ -161,11 +179,12 @@ class LeafTracer(fx.Tracer):
     def length(self, obj: fx.Proxy) -> int | None:
         """How many items there are: written in the call, or seen on the example if sizes do not change it."""
         parts = _parts(obj.node) or fields_of(obj.node, self.root)
-        if parts is None and self.example:
-            known = {k: v for k, v in self.example.items() if k in self.inputs or type(v) is not list}
-            self.lengths = self.lengths or Lengths(self.root, known)
-            parts = self.lengths.of(obj.node)
-        return parts
+        return self._on_example().of(obj.node) if parts is None and self.example else parts
+
+    def _on_example(self) -> Lengths:
+        known = {k: v for k, v in self.example.items() if k in self.inputs or type(v) is not list}
+        self.lengths = self.lengths or Lengths(self.root, known)
+        return self.lengths
 
     def prepared_torch(self) -> AbstractContextManager[None]:
         return recording(self, self.namespaces)

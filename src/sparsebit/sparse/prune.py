@@ -73,7 +73,8 @@ def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
     model = unwrapped(model)
     check_model(model)
-    gm = trace(model, LeafTracer(is_known=lambda op: op in SMODULE_MAP or op in OPEN), example)
+    known = lambda op: op in SMODULE_MAP or op in OPEN
+    gm = trace(model, LeafTracer(is_known=known, decides=True), example)
     fixed, unread = gm.meta["fixed"], gm.meta["unread"]
     if example is not None:
         flags = training_flags(gm) | training_flags(model)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
+from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.channels import Walk, tensor_at
 from sparsebit.sparse.literals import rewrite
@@ -87,7 +88,10 @@ class Cut:
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
         rewrite(self, gm)
-        _Checked(self, gm).run_on(gm, self.walk.example)
+        checked = _Checked(self, gm)
+        checked.run_on(gm, self.walk.example)
+        for node in checked.settled:
+            gm.graph.erase_node(node)
         remove_dead_code(gm)  # sizes that nobody asks for any more
         gm.graph.lint()
         gm.recompile()
@@ -134,9 +138,16 @@ class _Checked(Runner):
         super().__init__(gm)
         self.cut = cut
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
+        self.settled: list[
+            fx.Node
+        ] = []  # checks of sizes that have changed: those of channels, not of inputs
 
     def run_node(self, n: fx.Node) -> Any:
         old = self.old.get(n.name)
+        if n.target is as_decided:
+            _, outcome, wanted = self.fetch_args_kwargs_from_env(n)[0]
+            self.settled += [n] if bool(outcome) is not wanted else []
+            return None
         if old is None:
             return super().run_node(n)  # arithmetic of sizes
         labels = self.cut.walk.of[old]

@@ -1,0 +1,101 @@
+"""An `if` on sizes goes the way of the example, where the tracer may decide; the graph refuses what would go another."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsebit.errors import TraceError
+from sparsebit.graph.trace import LeafTracer, trace
+
+
+def decided(net: nn.Module, *args, **kwargs):
+    return trace(net.eval(), LeafTracer(decides=True), (args, kwargs))
+
+
+class Pads(nn.Module):
+    """To whole windows, as transformers of pictures do."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        right, bottom = (4 - w % 4) % 4, (4 - h % 4) % 4
+        if right > 0 or bottom > 0:
+            x = F.pad(x, (0, right, 0, bottom))
+        return self.conv(x).unfold(2, 4, 4)
+
+
+class OddOnes(nn.Module):
+    """The number itself is the condition."""
+
+    def forward(self, x):
+        if x.shape[0] % 2:
+            return x + 1
+        return x - max(x.shape[0], x.shape[1])
+
+
+class ByValue(nn.Module):
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+@pytest.mark.parametrize("example, same, other", [(8, 12, 9), (9, 10, 8)])
+def test_sizes_decide_and_other_ways_are_refused(example, same, other):
+    net, picture = Pads(), lambda n: torch.randn(2, 3, n, n)
+    gm = decided(net, picture(example))
+    assert gm.meta["islands"] == {}
+    for n in (example, same):
+        x = picture(n)
+        torch.testing.assert_close(gm(x), net(x))
+    with pytest.raises(TraceError, match=r"test_decisions.py:\d+: if right > 0 or bottom > 0:\n  fix: take an"):
+        gm(picture(other))
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_number_is_a_condition_too(rows):
+    net = OddOnes()
+    gm = decided(net, torch.randn(rows, 5))
+    assert gm.meta["islands"] == {}
+    for x in (torch.randn(rows, 5), torch.randn(rows - 2, 5)):
+        torch.testing.assert_close(gm(x), net(x))
+    with pytest.raises(TraceError, match="another way"):
+        gm(torch.randn(rows + 1, 5))
+
+
+@pytest.mark.parametrize("tracer, example", [(LeafTracer(), True), (LeafTracer(decides=True), False)])
+def test_without_leave_or_an_example_nothing_is_decided(tracer, example):
+    net, x = Pads().eval(), torch.randn(2, 3, 9, 9)
+    gm = trace(net, tracer, ((x,), {}) if example else None)
+    assert list(gm.meta["islands"]) == [""]
+    torch.testing.assert_close(gm(x[..., :8]), net(x[..., :8]))
+
+
+def test_values_decide_nothing():
+    gm = decided(ByValue(), torch.randn(4))
+    assert list(gm.meta["islands"]) == [""]
+    for x in (torch.ones(4), -torch.ones(4)):
+        assert torch.equal(gm(x), ByValue()(x))
+
+
+def test_the_check_is_traced_pickled_scripted_and_exported():
+    net, x, other = Pads(), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 9, 9)
+    gm = decided(net, x)
+    again = trace(copy.deepcopy(gm), LeafTracer(), ((x,), {}))
+    for each in (again, pickle.loads(pickle.dumps(gm))):
+        torch.testing.assert_close(each(x), net(x))
+        with pytest.raises(TraceError, match="another way"):
+            each(other)
+    scripted = torch.jit.script(gm)
+    torch.testing.assert_close(scripted(x), net(x))
+    with pytest.raises(Exception, match="another way"):
+        scripted(other)
+    exported = torch.export.export(gm, (x,)).module()
+    torch.testing.assert_close(exported(x), net(x))
