@@ -1,4 +1,4 @@
-"""An `if` on sizes goes the way of the example, where the tracer may decide; the graph refuses what would go another."""
+"""An `if` on sizes goes the way of the example, where the tracer may decide; the graph refuses what goes another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pads(nn.Module):
         self.conv = nn.Conv2d(3, 4, 1)
 
     def forward(self, x):
-        b, c, h, w = x.shape
+        h, w = x.shape[2:]
         right, bottom = (4 - w % 4) % 4, (4 - h % 4) % 4
         if right > 0 or bottom > 0:
             x = F.pad(x, (0, right, 0, bottom))
@@ -55,7 +55,9 @@ def test_sizes_decide_and_other_ways_are_refused(example, same, other):
     for n in (example, same):
         x = picture(n)
         torch.testing.assert_close(gm(x), net(x))
-    with pytest.raises(TraceError, match=r"test_decisions.py:\d+: if right > 0 or bottom > 0:\n  fix: take an"):
+    with pytest.raises(
+        TraceError, match=r"test_decisions.py:\d+: if right > 0 or bottom > 0:\n  fix: take an"
+    ):
         gm(picture(other))
 
 

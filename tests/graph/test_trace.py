@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 import threading
@@ -513,3 +514,50 @@ def test_the_model_is_never_touched():
     assert {name: set(vars(m)) for name, m in model.named_modules()} == keys
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.arange is torch._C._VariableFunctions.arange  # torch is as it was
+
+
+def settled(forward):
+    """Sees to defaults, as decorators of published models do."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        flag = kwargs.pop("flag", None)
+        out = forward(self, *args, flag=True if flag is None else flag, **kwargs)
+        return (out,) if flag is False else out
+
+    return wrapper
+
+
+class Decorated(Fc):
+    @settled
+    def forward(self, x, y=None, flag=None, **more):
+        assert flag is not None
+        return self.fc(x) + (0 if y is None else y) + more.get("z", 0)
+
+
+class DecoratedByName(Fc):
+    @settled
+    def forward(self, x, *, y=None, flag=None):
+        return self.fc(x) if y is None else self.fc(x) * y
+
+
+@pytest.mark.parametrize("net", [Decorated, DecoratedByName])
+@pytest.mark.parametrize(
+    "args, kwargs", [((X,), {}), ((), {"x": X, "y": X}), ((X,), {"y": X, "flag": False}), ((X,), {"z": X})]
+)
+def test_a_decorated_forward_is_called_as_the_example_calls_it(net, args, kwargs):
+    if "z" in kwargs and net is DecoratedByName:
+        kwargs = {"y": X}
+    model = net().eval()
+    gm = trace(model, LeafTracer(), (args, kwargs))
+    assert gm.meta["islands"] == {}
+    args, kwargs = tuple(2 * x for x in args), {k: v if v is False else v - 1 for k, v in kwargs.items()}
+    assert_same(gm(*args, **kwargs), model(*args, **kwargs))
+
+
+@pytest.mark.parametrize("net", [Decorated, DecoratedByName])
+def test_a_decorated_forward_needs_no_example(net):
+    model = net().eval()
+    gm = trace(model, LeafTracer())
+    assert gm.meta["islands"] == {}
+    assert_same(gm(X), model(X))

@@ -48,7 +48,7 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     """
     signature = inspect.signature(model.forward)
     inputs = _inputs(signature, example)
-    tracer.example = {} if example is None else inputs
+    tracer.example, tracer.shown = {} if example is None else inputs, example
     for stays in _ways(inputs):
         tracer.inputs, tracer.islands = stays, {}
         tracer.lists_left = {k for k, v in inputs.items() if k not in stays and type(v) is list}

@@ -6,6 +6,7 @@ inputs apart as the example shows them, and remembers `no_grad` blocks.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 import types
@@ -21,6 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import line_of_caller, only_outcome
+from sparsebit.graph.feeding import Shown, called_as_shown
 from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.islands import Island, island
 from sparsebit.graph.ops import argument, writes_input
@@ -63,6 +65,7 @@ class LeafTracer(fx.Tracer):
         self.islands: dict[str, Island] = {}
         self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
         self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
+        self.shown: Shown | None = None  # the example as it is called
         self.lengths: Lengths | None = None
         self.lists: list[Items] = []  # inputs that are lists or tuples
         self.thread = threading.get_ident()
@@ -202,7 +205,9 @@ class LeafTracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         self.lengths, self.lists = None, []  # of another graph
         self.thread = threading.get_ident()
-        root_fn, args = super().create_args_for_root(root_fn, is_module)
+        bare = inspect.unwrap(root_fn)  # a decorator has other inputs than what it is around
+        plain, args = super().create_args_for_root(bare, is_module)
+        root_fn = plain if bare is root_fn else called_as_shown(root_fn, args[1:], self.shown)
         for i, proxy in enumerate(args):
             name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
             if name in self.inputs:
@@ -221,7 +226,12 @@ class LeafTracer(fx.Tracer):
                     "call_function", type(a), (), {k: self.create_arg(v) for k, v in values.items()}
                 )
             return self.create_node("call_function", type(a), (super().create_arg(dict(a)),), {})
-        return super().create_arg(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            kind = type(a).__name__
+            fix = "; with use_cache=False in the example there is none" if kind.endswith("Cache") else ""
+            raise TraceError(f"a graph cannot hold a {kind}{fix}") from None
 
 
 def _as_operator(method: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:

@@ -24,6 +24,8 @@ def without_rule(walk: Walk, node: fx.Node) -> str:
         return f"was not traced and runs as it is: {island.error}" + f" ({island.line})" * bool(island.line)
     if hasattr(module, "parametrizations") or (module is None and has_weights(walk, node)):
         return "its weight is computed (a parametrization has remove_parametrizations for that)"
+    if isinstance(node.target, type) and all(user.op == "output" for user in node.users):
+        return "is an output of the model"
     what = node.target if module is None else type(module).__name__
     name = getattr(what, "__name__", what)
     if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(walk.values[node])):
