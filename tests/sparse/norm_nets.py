@@ -85,10 +85,10 @@ class Pictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.norm, self.last = conv(3, 12), OfPictures(12), conv(12, 8)
-        self.gate = nn.Conv2d(2, 1, 3, padding=1)
+        self.gate, self.all = nn.Conv2d(2, 1, 3, padding=1), nn.GroupNorm(1, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.last(self.norm(self.stem(x)))
+        x = self.all(self.last(self.norm(self.stem(x))))
         usual = torch.mean(x, dim=1, keepdim=True)
         largest, _ = torch.max(x, dim=1, keepdim=True)
         return x * self.gate(torch.cat([usual, largest], dim=1)).sigmoid()

@@ -359,10 +359,6 @@ KEPT = {
         lambda: parametrized(nn.utils.parametrizations.spectral_norm),
         r"0.*weight is computed",
     ),
-    "one group": (
-        lambda: nn.Sequential(nn.Linear(8, 16), nn.GroupNorm(1, 16), nn.Linear(16, 4)),
-        r"1: the 16 channels of 0 go together",
-    ),
     "pooled channels": (PooledChannels, r"avg_pool1d: the 16 channels of a go together"),
     "the place of the largest": (Largest, r"max: no rule for max called like this"),
     "integers": (Integers, r"mul: channels meet"),

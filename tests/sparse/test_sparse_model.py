@@ -88,8 +88,7 @@ def test_statistics_by_hand_are_those_of_the_channels_that_are_left(name):
         fresh.load_state_dict(smodel.state_dict())
         assert torch.equal(fresh(x), masked)
     masked.sum().backward()
-    for p, q in zip(smodel.parameters(), model.parameters(), strict=True):
-        assert p.grad is None or (p.shape == q.shape and bool(p.grad.isfinite().all()))
+    assert all(bool(p.grad.isfinite().all()) for p in smodel.parameters())
     smodel.reset_masks()
     assert torch.equal(smodel(x), whole)
 

@@ -166,16 +166,20 @@ def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 
 @channel_rule(nn.GroupNorm)
 def group_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
-    """Whole groups go: the statistics of the others stay what they were."""
+    """Whole groups go: the statistics of the others stay what they were. Of one group it is a layer norm."""
     module, path = walk.module(node), str(node.target)
     labels = walk.labels.along(input, 1)
     groups = labels.view(module.num_groups, -1)
-    walk.labels.join(groups, groups[:, :1])
+    if module.num_groups > 1:
+        walk.labels.join(groups, groups[:, :1])
+    else:
+        walk.normed[path] = labels
     for name in ("weight", "bias"):
         if getattr(module, name) is not None:
             walk.slice(f"{path}.{name}", 0, labels)
     walk.size(path, "num_channels", labels)
-    walk.size(path, "num_groups", groups[:, 0])
+    if module.num_groups > 1:
+        walk.size(path, "num_groups", groups[:, 0])
     return input
 
 

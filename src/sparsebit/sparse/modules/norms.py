@@ -1,4 +1,4 @@
-"""Norms. A layer norm that lost channels takes its statistics from those that are left."""
+"""Norms. Those over all channels take their statistics, once some are lost, from the channels that are left."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ class SBatchNorm2d(SparseOpr, nn.BatchNorm2d):
 
 
 class _OverKept(SparseOpr):
-    """`kept` says which channels the statistics are over; the others come out as zero."""
+    """`kept` says which channels, along `axis`, the statistics are over; the others come out as zero."""
 
     kept: Tensor
-    normalized_shape: tuple[int, ...]
+    axis = -1
 
     def __init__(self, org_module: nn.Module, config: Any = None):
         super().__init__(org_module, config)
         device = next((p.device for p in org_module.parameters()), None)
-        kept = torch.ones(self.normalized_shape[-1:], dtype=torch.bool, device=device)
-        self.register_buffer("kept", kept)
+        self.register_buffer("kept", torch.ones(self.channels(), dtype=torch.bool, device=device))
+
+    def channels(self) -> int:
+        raise NotImplementedError
+
+    def of_kept(self, input: Tensor) -> Tensor:
+        """What the layer computes of an input that has the kept channels only."""
+        out: Tensor = super(SparseOpr, self).forward(input)
+        return out
 
     def reset_masks(self) -> None:
         super().reset_masks()
@@ -38,22 +45,42 @@ class _OverKept(SparseOpr):
     def forward(self, input: Tensor) -> Tensor:
         if bool(self.kept.all()):
             return super().forward(input)
-        index, shape = self.kept.nonzero().flatten(), self.normalized_shape
+        index = self.kept.nonzero().flatten()
         values = {name: self.masked(name).index_select(0, index) for name in self.layer_parameters()}
-        self.normalized_shape = (len(index),)
+        with self.using(values):
+            out = self.of_kept(input.index_select(self.axis, index))
+        return torch.zeros_like(input).index_copy(self.axis, index, out)
+
+
+class _OverLastAxis(_OverKept):
+    normalized_shape: tuple[int, ...]
+
+    def channels(self) -> int:
+        return self.normalized_shape[-1]
+
+    def of_kept(self, input: Tensor) -> Tensor:
+        shape, self.normalized_shape = self.normalized_shape, (input.shape[-1],)
         try:
-            with self.using(values):
-                out = super(SparseOpr, self).forward(input.index_select(-1, index))
+            return super().of_kept(input)
         finally:
             self.normalized_shape = shape
-        return torch.zeros_like(input).index_copy(-1, index, out)
 
 
 @register_smodule(sources=[nn.LayerNorm])
-class SLayerNorm(_OverKept, nn.LayerNorm):
+class SLayerNorm(_OverLastAxis, nn.LayerNorm):
     pass
 
 
 @register_smodule(sources=[nn.RMSNorm])
-class SRMSNorm(_OverKept, nn.RMSNorm):
+class SRMSNorm(_OverLastAxis, nn.RMSNorm):
     pass
+
+
+@register_smodule(sources=[nn.GroupNorm])
+class SGroupNorm(_OverKept, nn.GroupNorm):
+    """Of one group; others lose whole groups, and their `kept` stays as it is."""
+
+    axis = 1
+
+    def channels(self) -> int:
+        return self.num_channels
