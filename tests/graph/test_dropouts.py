@@ -172,3 +172,36 @@ def test_nothing_of_the_second_trace_is_left():
     trace(model, LeafTracer())
     assert vars(nn.Module).get("training") is kept is None
     assert model.training is True and list(dict(model.named_modules())) == ["", "part"]
+
+
+ATTENTION = [
+    lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=m.p if m.training else 0.0),
+    lambda m, x: F.scaled_dot_product_attention(x, x, x, None, m.p if m.training else 0.0),
+    lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=m.p * m.training),
+    lambda m, x: F.scaled_dot_product_attention(x + 1, x, x, dropout_p=m.p if m.training else 0) + x,
+    lambda m, x: F.scaled_dot_product_attention(x if not m.training else x * 2, x, x, None, m.p * m.training),
+]
+
+
+@pytest.mark.parametrize("way", ATTENTION)
+@pytest.mark.parametrize("example", [None, ((X,), {})])
+def test_dropout_of_attention_is_switched(way, example):
+    gm = graph_of(way, example)
+    assert not gm.meta["islands"] and kinds(gm) == ["Rate"]
+    assert is_random(gm)
+    assert not is_random(gm.eval())
+    torch.testing.assert_close(gm(X), Drops(way).eval()(X))
+    again = trace(gm, LeafTracer(), example)
+    assert is_random(again.train()) and not is_random(again.eval())
+
+
+@pytest.mark.parametrize("rate, random", [(0.0, False), (0.5, True)])
+def test_a_rate_of_attention_that_is_written_down_stays(rate, random, caplog):
+    gm = graph_of(lambda m, x: F.scaled_dot_product_attention(x, x, x, dropout_p=rate))
+    assert kinds(gm) == [] and is_random(gm.eval()) == random and not caplog.text
+
+
+def test_attention_that_training_does_otherwise_is_told(caplog):
+    twice = lambda m, x: F.scaled_dot_product_attention(x, x, x) if m.training else x
+    graph_of(lambda m, x: F.scaled_dot_product_attention(twice(m, x), x, x, dropout_p=m.p * m.training))
+    assert "the forward takes another way in training" in caplog.text

@@ -6,6 +6,7 @@ import copy
 import logging
 import pickle
 
+import channel_nets
 import onnx
 import pytest
 import torch
@@ -133,3 +134,27 @@ def test_weights_in_another_form_are_not_said_to_be_gone(caplog):
     with caplog.at_level(logging.WARNING, "sparsebit"):
         small = sparsebit.prune(nn.TransformerEncoderLayer(16, 4, 32).eval(), torch.randn(3, 2, 16), 0.5)
     assert not caplog.text and "nothing of" not in str(small.pruning_plan)
+
+
+@pytest.mark.parametrize("name", ["multihead", "encoder", "encoder-decoder"])
+def test_dropout_of_torchs_attention_is_on_in_training(name):
+    """Nothing else in the model is random."""
+    torch.manual_seed(0)
+    make, data = channel_nets.ARCHITECTURES[name]
+    model, x = make().eval(), data()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.5
+    small = sparsebit.prune(model, x, 0.5)
+    first = lambda out: out[0] if isinstance(out, tuple) else out
+    assert torch.equal(first(small(x)), first(small(x)))
+    small.train()
+    assert not torch.equal(first(small(x)), first(small(x)))
+    torch.manual_seed(0)
+    smodel = SparseModel(model, {"SPARSER": {"RATIO": 0.5}}, x)
+    smodel.calc_params()
+    assert torch.equal(first(smodel(x)), first(smodel(x)))
+    smodel.train()
+    assert not torch.equal(first(smodel(x)), first(smodel(x)))

@@ -15,12 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from sparsebit.graph.ops import argument
 from sparsebit.graph.rewrite import fresh_name
 from sparsebit.graph.tracer import LeafTracer
+from sparsebit.graph.training import Rate, evaluating
 
 log = logging.getLogger("sparsebit")
 
 OFF = "functional dropout stays off in training, write nn.Dropout in its place"
+ATTENTION = "dropout of scaled_dot_product_attention, if there is any, stays off in training"
 MODULES: dict[Any, type[nn.Module]] = {
     F.dropout: nn.Dropout,
     F.dropout1d: nn.Dropout1d,
@@ -94,18 +97,71 @@ def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
             log.warning("%s: %s, the forward asks what self.training is", OFF, node)
 
 
+def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
+    """Mark attention that drops out in training only, `dropout_p=self.p if self.training else 0.0`, with its rate.
+
+    The rate is seen in a trace of `root` in training, which has the same calls of attention, whatever else.
+    """
+    known, islands = _attention(graph), dict(tracer.islands)
+    if not any(_rate(node) == 0 for node in known):
+        return
+    try:
+        with evaluating(root, training=True):
+            there = list(map(_rate, _attention(tracer.trace(root))))
+    except Exception as error:
+        log.info("not traced in training mode: %s: %s", type(error).__name__, error)
+        there = []
+    finally:
+        tracer.islands = islands
+    if len(there) != len(known):
+        log.warning("%s: the forward takes another way in training", ATTENTION)
+        return
+    for node, rate in zip(known, there):
+        if _rate(node) == 0 and rate and isinstance(rate, float):
+            node.meta["rate"] = rate
+
+
 def switched_to_modules(gm: fx.GraphModule, model: nn.Module) -> None:
     """Each marked dropout becomes a module beside the layers of the module of `model` whose forward it is in."""
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
+        if "rate" in node.meta:
+            _follow(gm, node, model)
         options = _options(node) if node.meta.pop("switched", False) else {}
         if options and not isinstance(options.get("p"), fx.Node):
-            stack = node.meta.get("nn_module_stack") or {}
-            inside = list(stack.values())[-1][0] if stack else ""
+            inside = _inside(node)
             made = MODULES[node.target](options.get("p", 0.5), options.get("inplace", False))
             node.target = fresh_name(gm, f"{inside}.{node.target.__name__}".lstrip("."))
             gm.add_submodule(node.target, made.train(model.get_submodule(inside).training))
             node.op, node.args, node.kwargs = "call_module", (options["input"],), {}
     gm.recompile()
+
+
+def _follow(gm: fx.GraphModule, node: fx.Node, model: nn.Module) -> None:
+    """The rate of attention is that of a module, which knows whether it is in training."""
+    inside, rate = _inside(node), node.meta.pop("rate")
+    path = fresh_name(gm, f"{inside}.dropout_rate".lstrip("."))
+    gm.add_submodule(path, Rate(rate).train(model.get_submodule(inside).training))
+    with gm.graph.inserting_before(node):
+        found = gm.graph.call_module(path)
+    found.meta["nn_module_stack"] = dict(node.meta.get("nn_module_stack") or {})
+    if len(node.args) > 4:
+        node.update_arg(4, found)
+    else:
+        node.update_kwarg("dropout_p", found)
+
+
+def _attention(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is F.scaled_dot_product_attention]
+
+
+def _rate(node: fx.Node) -> Any:
+    return argument(node, 4, "dropout_p", 0.0)
+
+
+def _inside(node: fx.Node) -> str:
+    """The path of the module whose forward has the call."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _kind(node: fx.Node) -> Any:

@@ -21,7 +21,7 @@ from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.dropouts import mark_switched, switched_to_modules
+from sparsebit.graph.dropouts import mark_rates, mark_switched, switched_to_modules
 from sparsebit.graph.feeding import own_call
 from sparsebit.graph.islands import Island, Whole, alone, as_one_node, island
 from sparsebit.graph.no_grad import bracket_no_grad
@@ -90,7 +90,8 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
                 graph = tracer.trace(copied)
                 lists = tracer.lists
                 state.settle()
-                mark_switched(copied, graph, tracer)  # compares it with another trace: nothing is settled yet
+                mark_switched(copied, graph, tracer)  # compares it with other traces: nothing is settled yet
+                mark_rates(copied, graph, tracer)
                 settle_lists(graph, lists)
             state.settle()
         except Exception as error:

@@ -30,6 +30,7 @@ from sparsebit.graph.proxies import InplaceProxy, ListProxy, PackedProxy, has_pr
 from sparsebit.graph.recording import namespace_of_caller, recording
 from sparsebit.graph.sequences import Items, fields_of, is_packed
 from sparsebit.graph.shapes import Lengths
+from sparsebit.graph.training import Rate
 
 VIEWS = frozenset(  # calls whose result may be the memory of their first argument
     (
@@ -79,7 +80,7 @@ class LeafTracer(fx.Tracer):
 
     # -- modules -------------------------------------------------------------------------------------
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if module_qualified_name in self.islands:
+        if module_qualified_name in self.islands or isinstance(m, Rate):
             return True
         if self._probe(module_qualified_name, self.skipped_module_names) or self.is_known(type(m)):
             return True

@@ -1,4 +1,4 @@
-"""Training flags of modules: eval mode for a while, and the flags of one model for another. Parts may be frozen."""
+"""Training flags of modules: eval mode for a while, the flags of one model for another, numbers that follow them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,27 @@ from contextlib import contextmanager
 from torch import nn
 
 
+class Rate(nn.Module):
+    """The rate of a dropout that is no module: `p` in training, else none. A leaf of traces."""
+
+    bookkeeping = True
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self) -> float:
+        return self.p if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        return str(self.p)
+
+
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is not in training; afterwards every module is as it was."""
+def evaluating(model: nn.Module, training: bool = False) -> Iterator[None]:
+    """Inside, the model is not in training, or all of it is; afterwards every module is as it was."""
     flags = {m: m.training for m in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:

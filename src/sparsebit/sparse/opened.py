@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from sparsebit.graph.training import Rate
+
 
 def closed_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that can be opened, by path."""
@@ -55,11 +57,12 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 
 class OpenAttention(nn.Module):
-    """nn.MultiheadAttention, without dropout of the attention weights."""
+    """nn.MultiheadAttention; the weights that it gives back, if asked for, are those before dropout."""
 
     def __init__(self, source: nn.MultiheadAttention):
         super().__init__()
         self.head_dim, self.batch_first = int(source.head_dim), source.batch_first
+        self.rate = Rate(source.dropout) if source.dropout else None
         if source._qkv_same_embed_dim:
             weights = source.in_proj_weight.detach().chunk(3)
         else:
@@ -88,7 +91,8 @@ class OpenAttention(nn.Module):
         )
         some = attn_mask is not None or key_padding_mask is not None
         mask = attention_mask(attn_mask, key_padding_mask, k) if some else None
-        out = F.scaled_dot_product_attention(q, k, v, mask).transpose(-3, -2).flatten(-2)
+        rate = 0.0 if self.rate is None else self.rate()
+        out = F.scaled_dot_product_attention(q, k, v, mask, rate).transpose(-3, -2).flatten(-2)
         out = self.out_proj(out)
         out = out if self.batch_first else out.transpose(0, 1)
         if not need_weights:
