@@ -108,4 +108,5 @@ def _packed_model(folder: Path) -> dict[str, Any]:
 START: dict[str, Callable[[Path], dict[str, Any]]] = {
     "docs/howto/llm.md": _language_model,
     "docs/howto/qlora.md": _packed_model,
+    "docs/howto/prune.md": lambda folder: {},
 }
