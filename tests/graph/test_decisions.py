@@ -101,3 +101,40 @@ def test_the_check_is_traced_pickled_scripted_and_exported():
         scripted(other)
     exported = torch.export.export(gm, (x,)).module()
     torch.testing.assert_close(exported(x), net(x))
+
+
+class Expands(nn.Module):
+    """For a batch of one it would be the same without the `if`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.arange(6.0)[None])
+
+    def forward(self, x):
+        places = self.places
+        if x.shape[0] != places.shape[0]:
+            places = places.expand(x.shape[0], -1)
+        return x + places
+
+
+class Squeezes(nn.Module):
+    def forward(self, x):
+        x = x * 2
+        return x[0] if x.shape[0] == 1 else x
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_way_that_is_right_for_all_batches_is_not_checked(batch):
+    net = Expands()
+    gm = decided(net, torch.randn(batch, 6))
+    assert gm.meta["islands"] == {}
+    for n in (1, 2, 5, 9):
+        x = torch.randn(n, 6)
+        torch.testing.assert_close(gm(x), net(x))
+
+
+def test_a_way_that_is_wrong_for_other_batches_is_checked():
+    gm = decided(Squeezes(), torch.randn(3, 6))
+    assert torch.equal(gm(torch.ones(2, 6)), torch.full((2, 6), 2.0))
+    with pytest.raises(TraceError, match=r"return x\[0\] if x.shape\[0\] == 1 else x"):
+        gm(torch.ones(1, 6))

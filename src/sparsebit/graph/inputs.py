@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -49,15 +52,37 @@ def as_many(name: str, values: Any, wanted: int) -> None:
         )
 
 
+FAILED: ContextVar[list[str] | None] = ContextVar("failed", default=None)
+
+
+@contextmanager
+def unchecked() -> Iterator[list[str]]:
+    """Inside, checks of decisions do not refuse: the list has those that would."""
+    failed: list[str] = []
+    token = FAILED.set(failed)
+    try:
+        yield failed
+    finally:
+        FAILED.reset(token)
+
+
 @fx.node.has_side_effect
 def as_decided(where: str, outcome: Any, wanted: bool) -> None:
     """Refuse an input whose sizes would take the forward another way than those of the example did."""
     if torch.jit.is_scripting():
         if str(outcome) != str(wanted):
             raise ValueError("the example took another way at " + where)
-    elif isinstance(outcome, fx.Proxy):
+    else:
+        _decide(where, outcome, wanted)
+
+
+def _decide(where: str, outcome: Any, wanted: bool) -> None:
+    if isinstance(outcome, fx.Proxy):  # somebody traces the graph again
         outcome.tracer.create_proxy("call_function", as_decided, (where, outcome, wanted), {})
     elif not torch.compiler.is_compiling() and bool(outcome) is not wanted:
+        if (failed := FAILED.get()) is not None:
+            failed.append(where)
+            return
         raise TraceError(
             f"an input of this size takes the forward another way than the example did, which the graph does not have: "
             f"{where}\n  fix: take an example of this size"

@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.dropouts import mark_rates, mark_switched, switched_to_modules
-from sparsebit.graph.feeding import own_call
 from sparsebit.graph.islands import Island, Whole, alone, as_one_node, island
 from sparsebit.graph.no_grad import bracket_no_grad
+from sparsebit.graph.proving import disagreement, relax
 from sparsebit.graph.sequences import settle_lists
 from sparsebit.graph.tracer import LeafTracer, State, forward_owner
 from sparsebit.graph.training import evaluating
@@ -56,7 +56,8 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
         if graph is not None:
             gm = fx.GraphModule(copied, graph, type(model).__name__)
             switched_to_modules(gm, copied)
-            wrong = _disagreement(gm, copied, example)
+            relax(gm, copied, example)
+            wrong = disagreement(gm, copied, example)
             if wrong is not None:
                 tracer.islands = {"": wrong}
                 graph = None
@@ -136,44 +137,6 @@ def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str,
     return {
         name: inputs[name] for name in signature.parameters if name in inputs and not has_tensor(inputs[name])
     }
-
-
-@torch.no_grad()
-def _disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> Island | None:
-    """The graph's output against the model's, on the example."""
-    if example is None:
-        return None
-
-    def run(m: nn.Module) -> list[Any]:
-        args, kwargs = own_call(*example)
-        return pytree.tree_leaves(m(*args, **kwargs))
-
-    with evaluating(model), evaluating(gm):
-        try:
-            expected = run(model)
-        except Exception as error:
-            raise TraceError(
-                f"the model does not run on the example: {type(error).__name__}: {error}"
-            ) from error
-        try:
-            wrong = not _same(run(gm), expected)
-        except Exception as error:
-            return island("", error)
-        if wrong and _same(run(model), expected):  # a model that differs from itself proves nothing
-            return Island("", "the traced graph computes another output than the model", "")
-    return None
-
-
-def _same(a: list[Any], b: list[Any]) -> bool:
-    def close(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return type(x) is type(y)
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return False
-        scale = float(y.nan_to_num(0, 0, 0).abs().max()) if y.is_floating_point() and y.numel() else 0.0
-        return torch.allclose(x, y, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
-
-    return len(a) == len(b) and all(map(close, a, b))
 
 
 def unwrapped(model: Any) -> Any:
