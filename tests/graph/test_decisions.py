@@ -103,6 +103,33 @@ def test_the_check_is_traced_pickled_scripted_and_exported():
     torch.testing.assert_close(exported(x), net(x))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_the_check_is_compiled(dynamic):
+    net, x = Pads(), torch.randn(2, 3, 8, 8)
+    compiled = torch.compile(decided(net, x), backend="eager", dynamic=dynamic)
+    for n in (8, 12):
+        torch.testing.assert_close(compiled(torch.ones(2, 3, n, n)), net(torch.ones(2, 3, n, n)))
+    with pytest.raises(TraceError, match="another way"):
+        compiled(torch.randn(2, 3, 9, 9))
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x.requires_grad,
+        lambda x: x.is_contiguous() and x.shape[0] > 0,
+        lambda x: x.device.type == "cpu",
+        lambda x: x.stride(0) > 2,
+    ],
+)
+def test_what_another_run_has_otherwise_decides_nothing(asks):
+    class Asks(nn.Module):
+        def forward(self, x):
+            return x + 1 if asks(x) else x - 1
+
+    assert list(decided(Asks(), torch.randn(3, 4)).meta["islands"]) == [""]
+
+
 class Expands(nn.Module):
     """For a batch of one it would be the same without the `if`."""
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from models import Checks
 from sparsebit.errors import TraceError
+from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.trace import LeafTracer, trace
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -553,6 +554,45 @@ def test_a_decorated_forward_is_called_as_the_example_calls_it(net, args, kwargs
     assert gm.meta["islands"] == {}
     args, kwargs = tuple(2 * x for x in args), {k: v if v is False else v - 1 for k, v in kwargs.items()}
     assert_same(gm(*args, **kwargs), model(*args, **kwargs))
+
+
+class Scales(Fc):
+    @torch.no_grad()
+    def forward(self, x, scale=2.0):
+        return self.fc(x) * scale
+
+
+class Keywords(Fc):
+    @torch.no_grad()
+    def forward(self, x, *more, scale=2.0):
+        return self.fc(x) * scale + sum(more)
+
+
+@pytest.mark.parametrize("example", [None, ((X,), {})])
+def test_what_the_example_does_not_say_counts_or_is_refused(example):
+    gm = trace(Scales().eval(), LeafTracer(), example)
+    assert_same(gm(X, scale=30.0), Scales().eval()(X, scale=30.0))
+    gm = trace(Keywords().eval(), LeafTracer(), example)
+    guard_inputs(gm, gm.meta["fixed"])
+    assert_same(gm(X), Keywords().eval()(X))
+    for call in (lambda: gm(X, scale=3.0), lambda: gm(X, X)):
+        with pytest.raises(TraceError, match="was traced with"):
+            call()
+
+
+class Named(Fc):
+    """An input called like an op that gives pairs."""
+
+    def forward(self, sort):
+        total = 0
+        for row in sort:
+            total = total + row
+        return self.fc(sort).sum(0) + total
+
+
+def test_names_of_inputs_say_nothing():
+    gm = trace(Named().eval(), LeafTracer())
+    assert_same(gm(X), Named().eval()(X))
 
 
 @pytest.mark.parametrize("net", [Decorated, DecoratedByName])

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from torch import fx
+
 from sparsebit.graph.islands import OWN
 
 
@@ -24,6 +26,26 @@ def users_frame() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
     return frame
+
+
+SIZES = frozenset(("shape", "size", "dim", "ndim", "numel"))
+OF_THE_MOMENT = frozenset(
+    ("requires_grad", "is_leaf", "grad_fn", "is_contiguous", "stride", "device", "is_cuda", "get_device")
+)
+
+
+def of_the_moment(node: fx.Node) -> bool:
+    """Does a condition ask for what another run with the same sizes has otherwise: gradients, strides, a device?"""
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        asked = node.args[1] if node.target is getattr else node.target
+        if asked in OF_THE_MOMENT:
+            return True
+        if asked not in SIZES:
+            waiting += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(waiting)
+    return False
 
 
 def line_of_caller() -> str:

@@ -79,13 +79,15 @@ def as_decided(where: str, outcome: Any, wanted: bool) -> None:
 def _decide(where: str, outcome: Any, wanted: bool) -> None:
     if isinstance(outcome, fx.Proxy):  # somebody traces the graph again
         outcome.tracer.create_proxy("call_function", as_decided, (where, outcome, wanted), {})
-    elif not torch.compiler.is_compiling() and bool(outcome) is not wanted:
+    elif (
+        not outcome if wanted else outcome
+    ):  # in a form that torch.export takes, where it is about sizes to come
         if (failed := FAILED.get()) is not None:
             failed.append(where)
             return
         raise TraceError(
-            f"an input of this size takes the forward another way than the example did, which the graph does not have: "
-            f"{where}\n  fix: take an example of this size"
+            f"an input like this takes the forward another way than the example did, which the graph does not have: "
+            f"{where}\n  fix: take an example of this size and type"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+OWN = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
 @dataclass(frozen=True)

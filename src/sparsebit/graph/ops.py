@@ -74,6 +74,11 @@ def argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
 
 
+def name_of(node: fx.Node) -> str:
+    """Of the function or method that it calls, the path of the module or tensor; "" if that has no name."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
 def module_calls(gm: fx.GraphModule) -> Counter[str]:
     """How often each module is called: one that is called twice must not change for one call."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")

@@ -16,12 +16,28 @@ from torch import Tensor, fx, nn
 from torch.fx._symbolic_trace import _orig_module_call, _orig_module_getattr
 from torch.utils import _pytree as pytree
 
+from sparsebit.graph.ops import argument, name_of
+
 UNKNOWN = object()
 OTHER_SIZES: tuple[Callable[[int], int], ...] = (
     *(lambda n: 16 * n, lambda n: 2 * n, lambda n: n + 1),
     lambda n: n // 2,  # some take no more than the example has
 )
+PAIRS = frozenset(("cummax", "cummin", "kthvalue", "mode", "sort", "std_mean", "topk", "var_mean"))
+ALONG = frozenset(("max", "median", "min", "nanmedian"))  # pairs along an axis, else a single number
 Axes = frozenset[tuple[int, int]]  # which tensor of the inputs, and which of its axes
+
+
+def parts_of(node: fx.Node) -> int | None:
+    """Into how many parts a split or chunk cuts, where the call says so; of `max` along an axis, values and places."""
+    if node.op != "call_method" and node.target is not getattr(torch, name_of(node), None):
+        return None  # something else of that name
+    if name_of(node) in PAIRS or (name_of(node) in ALONG and type(argument(node, 1, "dim")) is int):
+        return 2
+    said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
+    if name_of(node) == "chunk" and isinstance(said, int):
+        return said
+    return len(said) if name_of(node) == "split" and isinstance(said, (list, tuple)) else None
 
 
 class Lengths:

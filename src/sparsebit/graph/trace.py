@@ -49,8 +49,10 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     signature = inspect.signature(model.forward)
     inputs = _inputs(signature, example)
     tracer.example, tracer.shown = {} if example is None else inputs, example
-    for stays in _ways(inputs):
-        tracer.inputs, tracer.islands = stays, {}
+    for stays, as_shown in _ways(inputs, type(model)):
+        if as_shown and tracer.islands and "" not in tracer.islands:
+            break  # called with all that it takes, most of it is traced
+        tracer.inputs, tracer.islands, tracer.as_shown = stays, {}, as_shown
         tracer.lists_left = {k for k, v in inputs.items() if k not in stays and type(v) is list}
         copied, graph = _trace_around_islands(model, tracer)
         if graph is not None:
@@ -70,7 +72,8 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     read = {id(p) for p in gm.parameters()}
     gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
-    gm.meta["fixed"] = {} if graph is None else _fixed(signature, tracer.inputs)
+    unsaid = _unsaid(signature, example) if tracer.as_shown else {}
+    gm.meta["fixed"] = {} if graph is None else _fixed(signature, {**unsaid, **tracer.inputs})
     for found in gm.meta["islands"].values():
         log.warning("not traced, runs as it is: %s", found)
     for node in gm.graph.nodes:
@@ -121,9 +124,25 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
     return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
 
 
-def _ways(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is known of the inputs: numbers stay inputs, also lists of them (lengths of sequences), unless control
-    flow needs them; lists are the first to be known."""
+def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
+    """Inputs that a call as in the example does not have: a decorated forward sees to them by itself."""
+    said = {} if example is None else signature.bind(*example[0], **example[1]).arguments
+    nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
+    known = {p.name: nothing.get(p.kind, p.default) for p in signature.parameters.values()}
+    return {k: v for k, v in known.items() if k not in said and v is not inspect.Parameter.empty}
+
+
+def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]]:
+    """What is known of the inputs, and whether a decorated forward is called as in the example, or with all inputs."""
+    decorated = inspect.unwrap(kind.forward) is not kind.forward
+    takes = inspect.signature(kind.forward).parameters.values()
+    by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
+    calls = ([False] if by_position or not decorated else []) + [True] * decorated
+    return [(known, as_shown) for as_shown in calls for known in _known(inputs)]
+
+
+def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Numbers stay inputs, also lists of them (lengths of sequences), unless control flow needs them, lists first."""
     is_number = lambda v: type(v) in (int, float)
     is_list = lambda v: type(v) is list and bool(v) and all(map(is_number, v))
     known = {k: v for k, v in inputs.items() if not is_number(v)}

@@ -21,15 +21,15 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.branches import line_of_caller, only_outcome
+from sparsebit.graph.branches import line_of_caller, of_the_moment, only_outcome
 from sparsebit.graph.feeding import Shown, called_as_shown
 from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.islands import Island, island
-from sparsebit.graph.ops import argument, writes_input
+from sparsebit.graph.ops import argument, name_of, writes_input
 from sparsebit.graph.proxies import InplaceProxy, ListProxy, PackedProxy, has_proxy
 from sparsebit.graph.recording import namespace_of_caller, recording
 from sparsebit.graph.sequences import Items, fields_of, is_packed
-from sparsebit.graph.shapes import Lengths
+from sparsebit.graph.shapes import Lengths, parts_of
 from sparsebit.graph.training import Rate
 
 VIEWS = frozenset(  # calls whose result may be the memory of their first argument
@@ -39,8 +39,6 @@ VIEWS = frozenset(  # calls whose result may be the memory of their first argume
         *("unbind", "unflatten", "unsqueeze", "view", "view_as"),
     )
 )
-PAIRS = frozenset(("cummax", "cummin", "kthvalue", "mode", "sort", "std_mean", "topk", "var_mean"))
-ALONG = frozenset(("max", "median", "min", "nanmedian"))  # pairs along an axis, else a single number
 
 
 class LeafTracer(fx.Tracer):
@@ -67,6 +65,7 @@ class LeafTracer(fx.Tracer):
         self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
         self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
         self.shown: Shown | None = None  # the example as it is called
+        self.as_shown = False  # call a decorated forward like that
         self.lengths: Lengths | None = None
         self.lists: list[Items] = []  # inputs that are lists or tuples
         self.thread = threading.get_ident()
@@ -163,7 +162,7 @@ class LeafTracer(fx.Tracer):
         return super().to_bool(obj) if outcome is None else outcome
 
     def _decided(self, obj: fx.Proxy) -> bool | None:
-        found = self._on_example().shown.of(obj.node)
+        found = None if of_the_moment(obj.node) else self._on_example().shown.of(obj.node)
         if type(found) not in (bool, int):
             return None  # it depends on values
         if type(found) is int:
@@ -182,7 +181,7 @@ class LeafTracer(fx.Tracer):
 
     def length(self, obj: fx.Proxy) -> int | None:
         """How many items there are: written in the call, or seen on the example if sizes do not change it."""
-        parts = _parts(obj.node) or fields_of(obj.node, self.root)
+        parts = parts_of(obj.node) or fields_of(obj.node, self.root)
         return self._on_example().of(obj.node) if parts is None and self.example else parts
 
     def _on_example(self) -> Lengths:
@@ -208,7 +207,10 @@ class LeafTracer(fx.Tracer):
         self.thread = threading.get_ident()
         bare = inspect.unwrap(root_fn)  # a decorator has other inputs than what it is around
         plain, args = super().create_args_for_root(bare, is_module)
-        root_fn = plain if bare is root_fn else called_as_shown(root_fn, args[1:], self.shown)
+        if self.as_shown:
+            root_fn = called_as_shown(root_fn, args[1:], self.shown)
+        elif bare is root_fn:
+            root_fn = plain
         for i, proxy in enumerate(args):
             name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
             if name in self.inputs:
@@ -303,23 +305,9 @@ def forward_owner(cls: type) -> type:
     return next(c for c in cls.__mro__ if "forward" in vars(c) or c is nn.Module)
 
 
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _parts(node: fx.Node) -> int | None:
-    """Into how many parts a split or chunk cuts, where the call says so; of `max` along an axis, values and places."""
-    if _name(node) in PAIRS or (_name(node) in ALONG and type(argument(node, 1, "dim")) is int):
-        return 2
-    said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
-    if _name(node) == "chunk" and isinstance(said, int):
-        return said
-    return len(said) if _name(node) == "split" and isinstance(said, (list, tuple)) else None
-
-
 def _written(node: fx.Node) -> str | None:
     """The tensor of the model, or the constant, that an in-place call changes; None if it is another value."""
     found: Any = node.kwargs.get("out") or argument(node, 0, "input")
-    while isinstance(found, fx.Node) and found.args and _name(found) in VIEWS:
+    while isinstance(found, fx.Node) and found.args and name_of(found) in VIEWS:
         found = found.args[0]
     return str(found.target) if isinstance(found, fx.Node) and found.op == "get_attr" else None

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.graph.feeding import own_call
 from sparsebit.graph.trace import Call, own_copy
 from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.cut_sizes import asks_for_cut_sizes
 from sparsebit.sparse.plan import Plan
 from sparsebit.sparse.running import leaves
 from sparsebit.sparse.surgery import Cut, check_equal
@@ -44,7 +45,7 @@ def compact(model: nn.Module, cut: Cut, as_written: bool | None = None) -> nn.Mo
 
 def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule, sure: bool) -> nn.Module | None:
     """The user's own class with smaller layers, where its code has no sizes of its own."""
-    if isinstance(model, fx.GraphModule):
+    if isinstance(model, fx.GraphModule) or asks_for_cut_sizes(cut):
         return None
     own = own_copy(model).eval()
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}

@@ -20,6 +20,7 @@ from sparsebit.sparse.modules.statistics import Statistic, as_statistic, statist
 from sparsebit.sparse.sparse_config import SparseConfig, resolve
 from sparsebit.sparse.surgery import Cut
 
+OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # masked, also without weights
 READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
 
 
@@ -50,7 +51,7 @@ def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
         for name, inner in module.named_modules():
             if not list(inner.children()) and list(inner.parameters(recurse=False)):
                 yield f"{path}.{name}".strip(".")
-    elif list(module.parameters()):
+    elif list(module.parameters()) or isinstance(module, OVER_CHANNELS):
         yield path
 
 
@@ -140,7 +141,7 @@ def reset_masks(model: nn.Module) -> None:
         opr.reset_masks()
     for module in model.modules():
         if isinstance(module, Statistic):
-            module.kept.fill_(True)
+            module.set(torch.ones_like(module.kept))
     for name, buffer in model.named_buffers():
         if name.endswith(READ):
             buffer.fill_(True)

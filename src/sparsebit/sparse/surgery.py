@@ -75,7 +75,7 @@ class Cut:
         for path, labels in self.walk.normed.items():
             if not bool(self.keeps(labels).all()):
                 norm: Any = sparse_module(gm.get_submodule(path), None)
-                norm.kept.copy_(self.keeps(labels))
+                norm.kept = self.keeps(labels).to(next((p.device for p in gm.parameters()), None))
                 _set_module(gm, path, norm)
         for node in gm.graph.nodes:
             if node.name in self.walk.statistics:
@@ -157,6 +157,11 @@ class _Checked(Runner):
             raise SparsebitError(
                 f"{_where(old)}: does not run on the pruned shapes: {error}; {self.cut.rule(old)}"
             ) from error
+        was = pytree.tree_leaves(self.cut.walk.values[old])
+        if _nan(pytree.tree_leaves(value)) and not _nan(was):
+            raise SparsebitError(
+                f"{_where(old)}: is NaN after pruning, as the deviation of a single channel is; let more channels stay"
+            )
         for got, have in zip(pytree.tree_leaves(value), pytree.tree_leaves(labels)):
             if (
                 isinstance(got, Tensor)
@@ -169,6 +174,10 @@ class _Checked(Runner):
                     f"was expected; {self.cut.rule(old)}, or a size it is given, does not follow the channels"
                 )
         return value
+
+
+def _nan(values: list[Any]) -> bool:
+    return any(isinstance(v, Tensor) and v.is_floating_point() and bool(v.isnan().any()) for v in values)
 
 
 class _Values(Runner):

@@ -160,8 +160,13 @@ def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
         if getattr(module, name, None) is not None:
             walk.slice(f"{path}.{name}", 0, labels)
     walk.size(path, "normalized_shape", labels)
-    walk.normed[path] = labels
+    _over_kept(walk, path, labels)
     return input
+
+
+def _over_kept(walk: Walk, path: str, labels: Tensor) -> None:
+    """Of a norm without weights that is called twice, nothing else says that it is one."""
+    walk.labels.join(walk.normed.setdefault(path, labels), labels)
 
 
 @channel_rule(nn.GroupNorm)
@@ -173,7 +178,7 @@ def group_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     if module.num_groups > 1:
         walk.labels.join(groups, groups[:, :1])
     else:
-        walk.normed[path] = labels
+        _over_kept(walk, path, labels)
     for name in ("weight", "bias"):
         if getattr(module, name) is not None:
             walk.slice(f"{path}.{name}", 0, labels)

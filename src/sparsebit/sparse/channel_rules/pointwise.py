@@ -167,14 +167,15 @@ STATISTICS = {*spelled("mean var std var_mean std_mean amax amin logsumexp"), *P
 def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Is it a statistic of some axes, that can be taken over fewer channels? Of `max` the values, not the places."""
     op = op_of(node, gm) if node.op in ("call_function", "call_method") else None
-    if op not in STATISTICS:
+    if op not in STATISTICS or not (node.args or "input" in node.kwargs):
         return False
     dims = argument(node, 2 if op in NORMS else 1, "dim", node.kwargs.get("axis"))
     sizes = dims if isinstance(dims, (list, tuple)) else [dims]
     if not sizes or not all(type(d) is int for d in sizes):
         return False
     values = lambda user: user.target in (operator.getitem, getattr) and user.args[1] in (0, "values")
-    return op not in PAIRS or all(values(user) or not user.users for user in node.users)
+    dead = lambda user: user.op != "output" and not user.users
+    return op not in PAIRS or all(values(user) or dead(user) for user in node.users)
 
 
 @channel_rule(*REDUCE)
@@ -194,8 +195,13 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
             return NotImplemented
         if not is_sum:
             (axis,) = varies
-            behind = [1] * (input.dim() - 1 - axis)
-            walk.statistics[node.name] = walk.labels.along(input, axis).reshape(-1, *behind)
+            line = walk.labels.along(input, axis)
+            loose = walk.labels.roots(line)[walk.labels.roots(line) != FIXED]
+            if len(loose.unique()) < len(loose):
+                return (
+                    NotImplemented  # positions of a channel, one behind the other: as many as the example has
+                )
+            walk.statistics[node.name] = line.reshape(-1, *[1] * (input.dim() - 1 - axis))
         return pytree.tree_map_only(Tensor, walk.fixed, out if isinstance(out, Tensor) else tuple(out))
     first = input
     for d in over:

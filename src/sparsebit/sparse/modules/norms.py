@@ -33,6 +33,9 @@ class _OverKept(SparseOpr):
     def channels(self) -> int:
         raise NotImplementedError
 
+    def is_over_channels(self) -> bool:
+        return True
+
     def of_kept(self, input: Tensor) -> Tensor:
         """What the layer computes of an input that has the kept channels only."""
         out: Tensor = super(SparseOpr, self).forward(input)
@@ -43,7 +46,7 @@ class _OverKept(SparseOpr):
         self.kept.fill_(True)
 
     def forward(self, input: Tensor) -> Tensor:
-        if bool(self.kept.all()):
+        if not self.is_over_channels() or bool(self.kept.all()):
             return super().forward(input)
         index = self.kept.nonzero().flatten()
         values = {name: self.masked(name).index_select(0, index) for name in self.layer_parameters()}
@@ -84,3 +87,6 @@ class SGroupNorm(_OverKept, nn.GroupNorm):
 
     def channels(self) -> int:
         return self.num_channels
+
+    def is_over_channels(self) -> bool:
+        return self.num_groups == 1

@@ -25,14 +25,15 @@ class Statistic(nn.Module):
         self.register_buffer("kept", torch.ones(0, dtype=torch.bool))
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not bool(self.kept.all()):
+        if self.kept.numel():
             input = input.index_select(-self.kept.dim(), self.kept.flatten().nonzero().flatten())
         if isinstance(self.target, str):
             return getattr(input, self.target)(*args, **kwargs)
         return self.target(input, *args, **kwargs)
 
     def set(self, kept: Tensor) -> None:
-        self.kept = kept.to(self.kept.device)
+        """Nothing is looked at in a forward where all are kept."""
+        self.kept = (kept[:0].flatten() if bool(kept.all()) else kept).to(self.kept.device)
 
     def extra_repr(self) -> str:
         return str(getattr(self.target, "__name__", self.target))
@@ -47,7 +48,7 @@ class Statistic(nn.Module):
 
 def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
     """Put a module in the place of a call; the node keeps its name."""
-    made = Statistic(node.target).train(gm.training)
+    made = Statistic(node.target).train(gm.training).to(next((p.device for p in gm.parameters()), None))
     node.op, node.target = "call_module", fresh_name(gm, f"{node.name}_kept")
     gm.add_submodule(node.target, made)
     return made
