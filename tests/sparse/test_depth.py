@@ -220,3 +220,27 @@ def test_refused(net, options, message):
 def test_unknown_names_are_answered_with_the_known(net):
     with pytest.raises(ConfigError, match=r"none is called block\.1; there are blocks\.0, blocks\.1"):
         shorten(*net, ["block.1"])
+
+
+class Padded(nn.Module):
+    """Asks for sizes inside of its branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        h = self.a(x)
+        if h.shape[2] % 2:
+            h = nn.functional.pad(h, (0, 0, 0, 1))
+        return x + self.b(h.relu())
+
+
+def test_checks_of_sizes_do_not_keep_a_branch():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Padded(), Padded(), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
+    assert [branch.name for branch in find_branches(model, x)] == ["1", "2"]
+    shorter = shorten(model, x, ["2"])
+    left = {name.rpartition(".")[0] for name, _ in shorter.named_parameters()}
+    assert {"1.a", "1.b"} <= left and not {"2.a", "2.b"} & left
+    assert sum("as_decided" in str(node.target) for node in shorter.graph.nodes) == 1

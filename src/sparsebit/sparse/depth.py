@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.rewrite import remove_dead_code
 from sparsebit.sparse.batches import Batches
@@ -147,12 +148,31 @@ def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
     gone, waiting = {add}, [goes]
     while waiting:
         node = waiting.pop()
-        if node is kept or node.op == "placeholder" or not gone.issuperset(node.users):
+        others = {user for user in node.users if not _is_checked(user)}
+        if node is kept or node.op == "placeholder" or not gone.issuperset(others):
             continue
         only[node] = None
         gone.add(node)
         waiting.extend(node.all_input_nodes)
     return list(only)
+
+
+def _is_checked(node: fx.Node) -> bool:
+    """Is it there for a check of sizes, and nothing else?"""
+    return node.target is as_decided or (bool(node.users) and all(map(_is_checked, node.users)))
+
+
+def _drop_idle_checks(graph: fx.Graph) -> None:
+    """Checks of what nothing but checks reads any more."""
+    for check in [node for node in graph.nodes if node.target is as_decided]:
+        seen, waiting = set[fx.Node](), list(check.all_input_nodes)
+        while waiting:
+            node = waiting.pop()
+            if node not in seen and _is_checked(node):
+                seen.add(node)
+                waiting.extend(node.all_input_nodes)
+        if any(node.op == "call_module" for node in seen):
+            graph.erase_node(check)
 
 
 def _parameters(gm: fx.GraphModule, paths: list[str]) -> Iterator[Tensor]:
@@ -189,6 +209,8 @@ def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.Gr
         with graph.inserting_before(add):
             value = graph.call_module(path, (value,))
     add.args = tuple(x if x is kept else value for x in add.args)
+    remove_dead_code(small)
+    _drop_idle_checks(graph)
     remove_dead_code(small)
     graph.lint()
     small = fx.GraphModule(small, graph)  # without the layers that are gone
