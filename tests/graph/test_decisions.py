@@ -165,3 +165,18 @@ def test_a_way_that_is_wrong_for_other_batches_is_checked():
     assert torch.equal(gm(torch.ones(2, 6)), torch.full((2, 6), 2.0))
     with pytest.raises(TraceError, match=r"return x\[0\] if x.shape\[0\] == 1 else x"):
         gm(torch.ones(1, 6))
+
+
+class Halves(nn.Module):
+    """Behind something that knows the device."""
+
+    def forward(self, x):
+        x = x + torch.arange(x.shape[1], device=x.device)
+        return x.clamp(-1, 1) if x.dtype == torch.float16 else x
+
+
+def test_types_decide():
+    gm = decided(Halves(), torch.randn(3, 4))
+    assert gm.meta["islands"] == {}
+    with pytest.raises(TraceError, match="another way"):
+        gm(torch.randn(3, 4).half())

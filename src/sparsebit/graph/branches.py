@@ -28,7 +28,7 @@ def users_frame() -> FrameType | None:
     return frame
 
 
-SIZES = frozenset(("shape", "size", "dim", "ndim", "numel"))
+LASTING = frozenset(("shape", "size", "dim", "ndim", "numel", "dtype", "is_floating_point", "is_complex"))
 OF_THE_MOMENT = frozenset(
     ("requires_grad", "is_leaf", "grad_fn", "is_contiguous", "stride", "device", "is_cuda", "get_device")
 )
@@ -42,7 +42,7 @@ def of_the_moment(node: fx.Node) -> bool:
         asked = node.args[1] if node.target is getattr else node.target
         if asked in OF_THE_MOMENT:
             return True
-        if asked not in SIZES:
+        if asked not in LASTING:
             waiting += [source for source in node.all_input_nodes if source not in seen]
             seen.update(waiting)
     return False
