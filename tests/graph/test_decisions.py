@@ -180,3 +180,20 @@ def test_types_decide():
     assert gm.meta["islands"] == {}
     with pytest.raises(TraceError, match="another way"):
         gm(torch.randn(3, 4).half())
+
+
+class TwoAtOnce(nn.Module):
+    """The first makes no difference for the batches that are tried, the second does for other sizes."""
+
+    def forward(self, x):
+        if x.shape[0] != 1 or x.shape[1] % 4:
+            x = F.pad(x, (0, -x.shape[1] % 4))
+        return x.unflatten(1, (-1, 4))
+
+
+def test_checks_on_one_line_are_looked_at_one_by_one():
+    net = TwoAtOnce()
+    gm = decided(net, torch.randn(1, 8))
+    torch.testing.assert_close(gm(torch.ones(5, 8)), net(torch.ones(5, 8)))
+    with pytest.raises(TraceError, match=r"if x.shape\[0\] != 1 or x.shape\[1\] % 4"):
+        gm(torch.randn(1, 9))

@@ -79,9 +79,9 @@ def as_decided(where: str, outcome: Any, wanted: bool) -> None:
 def _decide(where: str, outcome: Any, wanted: bool) -> None:
     if isinstance(outcome, fx.Proxy):  # somebody traces the graph again
         outcome.tracer.create_proxy("call_function", as_decided, (where, outcome, wanted), {})
-    elif (
-        not outcome if wanted else outcome
-    ):  # in a form that torch.export takes, where it is about sizes to come
+        return
+    # torch.export, where sizes are symbols, takes this form only
+    if not outcome if wanted else outcome:
         if (failed := FAILED.get()) is not None:
             failed.append(where)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,10 +41,14 @@ def disagreement(gm: fx.GraphModule, model: nn.Module, example: Shown | None) ->
 def relax(gm: fx.GraphModule, model: nn.Module, example: Shown | None) -> None:
     """Drop checks of sizes that batches of another size fail, where the graph computes for them what the model does:
     `if batch != ids.shape[0]: ids = ids.expand(batch, -1)`."""
-    checks = [node for node in gm.graph.nodes if node.target is as_decided]
+    checks = {str(i): n for i, n in enumerate(n for n in gm.graph.nodes if n.target is as_decided)}
+    if not checks or example is None:
+        return
+    lines = {name: node.args[0] for name, node in checks.items()}
     idle, needed = set[str](), set[str]()
+    _name(gm, checks, dict(zip(checks, checks)))  # several are on one line
     with evaluating(model), evaluating(gm):
-        for call in _other_batches(example) if checks and example is not None else ():
+        for call in _other_batches(example):
             try:
                 expected = _run(model, call)
             except Exception:  # a size that the model does not take
@@ -55,9 +59,14 @@ def relax(gm: fx.GraphModule, model: nn.Module, example: Shown | None) -> None:
                 except Exception:
                     same = False
             (idle if same else needed).update(failed)
-    for node in checks:
-        if node.args[0] in idle - needed:
-            gm.graph.erase_node(node)
+    for name in idle - needed:
+        gm.graph.erase_node(checks.pop(name))
+    _name(gm, checks, lines)
+
+
+def _name(gm: fx.GraphModule, checks: dict[str, fx.Node], names: Mapping[str, Any]) -> None:
+    for name, node in checks.items():
+        node.update_arg(0, names[name])
     gm.recompile()
 
 
