@@ -1,4 +1,5 @@
-"""What a branch in the user's code leads to, read from its bytecode: a check that only raises has one outcome."""
+"""Branches in the user's code: where they are, what they lead to (a check that only raises has one outcome, read from
+its bytecode), and whether what they ask for lasts."""
 
 from __future__ import annotations
 

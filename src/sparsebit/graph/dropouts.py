@@ -1,7 +1,8 @@
 """Functional dropout whose `training` is `self.training` becomes a module, which follows train() and eval().
 
 A model is traced in eval mode, where that flag is a False like any other. A second trace, in which every read of
-`module.training` gives an object of its own, proves where the False came from; nothing else of it is used.
+`module.training` gives an object of its own, proves where the False came from; nothing else of it is used. The rate
+of attention that only drops out in training is read from a trace in training mode.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import itertools
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from sparsebit.errors import CalibrationError
 log = logging.getLogger("sparsebit")
 ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
-Shown = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
@@ -54,28 +53,6 @@ def signature_of(model: Any) -> inspect.Signature:
         traced = model
     known: inspect.Signature | None = getattr(traced, "meta", {}).get("signature")
     return known or inspect.signature(traced.forward)
-
-
-def called_as_shown(decorated: Any, inputs: list[Any], example: Shown | None) -> Callable[..., Any]:
-    """A function of a module and its `inputs`, proxies in the order of the signature, that calls a `decorated` forward
-    as the example does: a decorator looks at what comes by position, what by name, and what does not come at all."""
-    names = [str(proxy.node.target).lstrip("*") for proxy in inputs]
-    takes = list(inspect.signature(decorated).parameters.values())[1:]  # without self
-    fixed = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    more = {p.kind: p.name for p in takes if p.kind in ANYTHING}
-    needed = [p.name for p in takes if p.default is p.empty and p.kind not in ANYTHING]
-    count = len([name for name in needed if name in fixed]) if example is None else len(example[0])
-    by_name = [name for name in needed if name not in fixed] if example is None else list(example[1])
-
-    def call(module: nn.Module, *values: Any) -> Any:
-        given = dict(zip(names, values))
-        rest = given.get(more.get(inspect.Parameter.VAR_KEYWORD, ""), {})
-        args = [given[name] for name in fixed[:count]]
-        if count > len(fixed):
-            args += given[more[inspect.Parameter.VAR_POSITIONAL]]
-        return decorated(module, *args, **{name: given.get(name, rest.get(name)) for name in by_name})
-
-    return call
 
 
 def first_of(batches: Any) -> tuple[Any, Iterable[Any]]:

@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.feeding import Shown, own_call
+from sparsebit.graph.decorated import Shown
+from sparsebit.graph.feeding import own_call
 from sparsebit.graph.inputs import as_decided, unchecked
 from sparsebit.graph.islands import Island, island
 from sparsebit.graph.training import evaluating
@@ -56,7 +57,7 @@ def relax(gm: fx.GraphModule, model: nn.Module, example: Shown | None) -> None:
             with unchecked() as failed:
                 try:
                     same = _same(_run(gm, call), expected)
-                except Exception:
+                except Exception:  # where the model runs, the graph does not: the check is needed
                     same = False
             (idle if same else needed).update(failed)
     for name in idle - needed:

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.branches import line_of_caller, of_the_moment, only_outcome
-from sparsebit.graph.feeding import Shown, called_as_shown
+from sparsebit.graph.decorated import Shown, called_as_shown
 from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.islands import Island, island
 from sparsebit.graph.ops import argument, name_of, writes_input

@@ -197,9 +197,8 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
             (axis,) = varies
             line = walk.labels.along(input, axis)
             loose = walk.labels.roots(line)[walk.labels.roots(line) != FIXED]
-            if len(loose.unique()) < len(
-                loose
-            ):  # flattened: channels with positions, as many as the example has
+            # flattened: channels with positions, as many as the example has
+            if len(loose.unique()) < len(loose):
                 return NotImplemented
             walk.statistics[node.name] = line.reshape(-1, *[1] * (input.dim() - 1 - axis))
         return pytree.tree_map_only(Tensor, walk.fixed, out if isinstance(out, Tensor) else tuple(out))

@@ -1,0 +1,35 @@
+"""A forward inside decorators (functools.wraps): torch.fx reads the inputs of the innermost, and calls the outermost."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from sparsebit.graph.feeding import ANYTHING
+
+Shown = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of the example
+
+
+def called_as_shown(decorated: Any, inputs: list[Any], example: Shown | None) -> Callable[..., Any]:
+    """A function of a module and its `inputs`, proxies in the order of the signature, that calls a `decorated` forward
+    as the example does: a decorator looks at what comes by position, what by name, and what does not come at all."""
+    names = [str(proxy.node.target).lstrip("*") for proxy in inputs]
+    takes = list(inspect.signature(decorated).parameters.values())[1:]  # without self
+    fixed = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more = {p.kind: p.name for p in takes if p.kind in ANYTHING}
+    needed = [p.name for p in takes if p.default is p.empty and p.kind not in ANYTHING]
+    count = len([name for name in needed if name in fixed]) if example is None else len(example[0])
+    by_name = [name for name in needed if name not in fixed] if example is None else list(example[1])
+
+    def call(module: nn.Module, *values: Any) -> Any:
+        given = dict(zip(names, values))
+        rest = given.get(more.get(inspect.Parameter.VAR_KEYWORD, ""), {})
+        args = [given[name] for name in fixed[:count]]
+        if count > len(fixed):
+            args += given[more[inspect.Parameter.VAR_POSITIONAL]]
+        return decorated(module, *args, **{name: given.get(name, rest.get(name)) for name in by_name})
+
+    return call
