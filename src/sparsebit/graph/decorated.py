@@ -1,4 +1,4 @@
-"""A forward inside decorators (functools.wraps): torch.fx reads the inputs of the innermost, and calls the outermost."""
+"""A forward inside decorators (functools.wraps): torch.fx reads the inputs of the innermost and calls the outermost."""
 
 from __future__ import annotations
 
