@@ -156,9 +156,9 @@ class Residual(nn.Module):
 @pytest.fixture
 def wired(monkeypatch):
     """The pipeline with equalize_sums in front of fuse_bn."""
-    steps = [step for step in quant_model.PIPELINE if step is not equalize_sums]
+    steps = [step for step in quant_model.FUSE_PASSES if step is not equalize_sums]
     steps.insert(steps.index(fuse_bn), equalize_sums)
-    monkeypatch.setattr(quant_model, "PIPELINE", steps)
+    monkeypatch.setattr(quant_model, "FUSE_PASSES", steps)
 
 
 def changes(qmodel: QuantModel) -> int:

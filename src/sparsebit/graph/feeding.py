@@ -9,7 +9,7 @@ import logging
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +20,13 @@ from sparsebit.errors import CalibrationError
 
 log = logging.getLogger("sparsebit")
 ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
+
+
+class Call(NamedTuple):
+    """The arguments of one forward, as they are passed."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
@@ -42,7 +48,7 @@ def own_call(args: Any, kwargs: Mapping[str, Any]) -> Call:
     """A copy for a forward that may write into its inputs; of a slice of a large tensor, only the slice."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     copies: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors}
-    return copy.deepcopy(tuple(args), copies), copy.deepcopy(dict(kwargs), copies)
+    return Call(copy.deepcopy(tuple(args), copies), copy.deepcopy(dict(kwargs), copies))
 
 
 def signature_of(model: Any) -> inspect.Signature:
@@ -79,8 +85,10 @@ def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], 
     """Arguments of one forward: a mapping is keyword arguments, a tuple or list positional ones.
 
     A tuple longer than the forward needs, such as (x, y) of a DataLoader, is cut to the inputs; optional inputs
-    go by name, in a mapping, which may have a target behind it: ({"x": x}, y).
+    go by name, in a mapping, which may have a target behind it: ({"x": x}, y). A Call stays as it is.
     """
+    if isinstance(batch, Call):
+        return batch
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if not isinstance(batch, (tuple, list)) or isinstance(batch, PackedSequence):

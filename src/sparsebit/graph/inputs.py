@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
+
 
 @fx.node.has_side_effect
 def as_traced(name: str, value: Any, wanted: Any) -> None:
@@ -29,15 +31,18 @@ def as_traced(name: str, value: Any, wanted: Any) -> None:
 def _compare(name: str, value: Any, wanted: Any) -> None:
     if isinstance(value, fx.Proxy):  # somebody traces the graph again
         value.tracer.create_proxy("call_function", as_traced, (name, value, wanted), {})
-    elif (
-        value is not wanted
-        and not (_is_empty(value) and _is_empty(wanted))
-        and (type(value) is not type(wanted) or isinstance(value, Tensor) or value != wanted)
-    ):
+    elif differs(value, wanted):
         raise TraceError(
             f"forward({name}=...): the model was traced with {name}={wanted!r}, so another value would be ignored"
             f"\n  fix: trace the model with example=batch, where the batch has {name!r}"
         )
+
+
+def differs(value: Any, wanted: Any) -> bool:
+    """Is `value` something else than the constant that the graph has in its place?"""
+    if value is wanted or (_is_empty(value) and _is_empty(wanted)):
+        return False
+    return type(value) is not type(wanted) or isinstance(value, Tensor) or bool(value != wanted)
 
 
 @fx.node.has_side_effect
@@ -130,6 +135,45 @@ def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
         elif type(fixed[name]) in (bool, int, float, str):
             node.type = type(fixed[name])
     gm.recompile()
+
+
+def make_unread_optional(gm: fx.GraphModule) -> None:
+    """A call may leave out the inputs that the graph never reads: `gm.meta["unread_inputs"]` has their names.
+
+    Where such an input is the last one, it gets the default None.
+    """
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    gm.meta["unread_inputs"] = [str(n.target) for n in inputs if not n.users]
+    while inputs and not inputs[-1].users and not str(inputs[-1].target).startswith("*"):
+        node = inputs.pop()
+        node.args = node.args or (None,)
+    gm.recompile()
+
+
+def with_unread(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call with None for required inputs that it leaves out and that the graph never reads."""
+    signature: inspect.Signature = gm.meta["signature"]
+    unread = gm.meta.get("unread_inputs", ())
+    if not unread or _binds(signature, args, kwargs):
+        return args, kwargs
+    read = [p for p in signature.parameters.values() if p.name not in unread]
+    shorter = signature.replace(parameters=read)
+    if not _binds(shorter, args, kwargs):
+        return args, kwargs  # Python's own message about the whole signature says it best
+    given = shorter.bind(*args, **kwargs).arguments
+    missing = {
+        p.name: None for p in signature.parameters.values() if p.name in unread and p.default is p.empty
+    }
+    full = inspect.BoundArguments(signature, {**missing, **given})
+    return full.args, full.kwargs
+
+
+def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _require(gm: fx.GraphModule, node: fx.Node, name: str) -> None:

@@ -99,19 +99,21 @@ class Lane:
         for values in self.values:
             yield self.store.get(values[node])
 
-    def step(self, node: fx.Node) -> None:
-        """Run `node` on every batch, then forget what nobody needs any more."""
-        advance(node, [self])
+    def step(self, node: fx.Node, keep: bool = False) -> None:
+        """Run `node` on every batch, then forget the values without further readers; `keep` keeps its own."""
+        self._compute(node)
+        self._release(node, keep)
 
     def _compute(self, node: fx.Node) -> None:
         for i, values in enumerate(self.values):
             shared = self._shared(node, i)
             values[node] = self.store.put(self._run(node, i)) if shared is None else shared[0]
 
-    def _release(self, node: fx.Node) -> None:
+    def _release(self, node: fx.Node, keep: bool = False) -> None:
         for values in self.values:
             for dead in self._dies_at.get(node, ()):
-                values.pop(dead, None)
+                if not keep or dead is not node:
+                    values.pop(dead, None)
 
     def _shared(self, node: fx.Node, i: int) -> tuple[Any] | None:
         """The base lane's result, if this lane would compute the same."""

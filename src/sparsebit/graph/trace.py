@@ -41,7 +41,8 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     What cannot be traced becomes an island: a leaf that runs as it is, in the worst case the whole model;
     `gm.meta["islands"]` lists them, "unread" the parameters that are not in the graph. `example` says which
     optional inputs are used and how lists and dicts of inputs look; without one, optional inputs are left at their
-    defaults. It also proves the graph: should its output differ from the model's, the model stays whole.
+    defaults, unless all inputs are optional. It also proves the graph: should its output differ from the model's,
+    the model stays whole.
 
     The forward is traced in eval mode; the modules get their train/eval flags back afterwards, and
     `F.dropout(..., training=self.training)` is a module that has such a flag.
@@ -121,7 +122,11 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
         bound.apply_defaults()
         return dict(bound.arguments)
     known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
-    return {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
+    defaults = {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
+    if len(defaults) < len(known):
+        return defaults
+    # nothing is required, and a call without any input computes nothing: an input that may be None is given
+    return {name: value for name, value in defaults.items() if value is not None}
 
 
 def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from sparsebit.errors import ConfigError, TraceError
 from sparsebit.graph.feeding import as_call, to_device
-from sparsebit.graph.inputs import as_traced
+from sparsebit.graph.inputs import as_traced, make_unread_optional
 from sparsebit.graph.trace import Call, trace, unwrapped
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
@@ -36,7 +36,9 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None if example is None else _on_device(as_call(example, inspect.signature(model.forward)), model)
     if front_end == "fx":
-        return trace(model, QTracer(config.skip_trace_modules), call)
+        gm = trace(model, QTracer(config.skip_trace_modules), call)
+        make_unread_optional(gm)
+        return gm
     if call is None:
         raise TraceError(
             'trace="export" needs an example: QuantModel(model, config, example=batch, trace="export")'

@@ -110,8 +110,18 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     return len(built)
 
 
-__all__ = ["FINAL_PASSES", "PIPELINE", "BuildContext"]
-PIPELINE = [*SIMPLIFIERS, to_qmodules, insert_input_quantizers, build_quantizers, *FUSE_PASSES]
+__all__ = [
+    "CONVERT_PASSES",
+    "FINAL_PASSES",
+    "FUSE_PASSES",
+    "PIPELINE",
+    "QUANTIZER_PASSES",
+    "SIMPLIFIERS",
+    "BuildContext",
+]
+CONVERT_PASSES = [to_qmodules]
+QUANTIZER_PASSES = [insert_input_quantizers, build_quantizers]
+PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 
 
 def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[nn.Module] | None:

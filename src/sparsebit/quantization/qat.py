@@ -40,7 +40,7 @@ def init_QAT(qmodel: QuantModel) -> None:
     Ends a calibration that is under way; a model that is calibrated or loaded is taken as it is.
     """
     waiting = [name for name, quantizer in qmodel.named_quantizers() if not quantizer.calibrated]
-    if qmodel._runner is not None:
+    if qmodel.calibration_runner is not None:
         qmodel.calc_qparams()
     elif waiting:
         raise CalibrationError(

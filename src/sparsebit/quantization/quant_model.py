@@ -9,18 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.draw import to_mermaid
+from sparsebit.graph.feeding import Call, as_call, signature_of
+from sparsebit.graph.inputs import with_unread
 from sparsebit.graph.islands import Island
-from sparsebit.graph.passes import GraphPass, run_passes
+from sparsebit.graph.passes import GraphPass, PassReport, run_passes
 from sparsebit.quantization import qat
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
+from sparsebit.quantization.first_batch import fits, take_over, waiting_for_batch, was_changed
 from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
 from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.pipeline import FINAL_PASSES, PIPELINE, BuildContext
+from sparsebit.quantization.pipeline import (
+    CONVERT_PASSES,
+    FINAL_PASSES,
+    FUSE_PASSES,
+    QUANTIZER_PASSES,
+    SIMPLIFIERS,
+    BuildContext,
+)
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
@@ -41,8 +51,8 @@ class QuantModel(nn.Module):
 
     model    an nn.Module, or what torch.export made of one.
     config   a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
-    example  one batch, in any form that calibrate() takes: it says which optional inputs are used and proves the
-             traced graph. Without one, optional inputs keep their defaults.
+    example  one batch, in any form that calibrate() takes: it shows which optional inputs are used and proves the
+             traced graph. Without one, the first forward shows it; until then optional inputs keep their defaults.
     trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
              (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace).
     passes   your own graph passes, run after the built-in ones.
@@ -61,14 +71,19 @@ class QuantModel(nn.Module):
     ):
         super().__init__()
         self.cfg = QuantConfig.load(config)
-        self.model = to_graph(model, self.cfg, example, trace)
-        context = BuildContext(self.cfg)
-        steps = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in passes]
-        self.pass_reports = run_passes(self.model, [*PIPELINE, *steps, *FINAL_PASSES], context, check)
+        self._options = {"example": example, "trace": trace, "passes": passes, "check": check}
+        self._context = BuildContext(self.cfg)
+        self.pass_reports: list[PassReport] = []
+        self.model = self._trace(model)
+        self._run_simplifiers()
+        self._convert2quantmodule()
+        self._build_quantizer()
+        self._run_fuse_operations()
         self._watch_graph()
-        self.float_ops = context.float_ops
+        self._waiting = waiting_for_batch(model, self.model, self._options)
+        self.float_ops = self._context.float_ops
         self.training = self.model.training
-        self._runner: CalibrationRunner | None = None
+        self.calibration_runner: CalibrationRunner | None = None  # while a calibration is under way
         self.enable_qat = self.norms_frozen = False
         if not any(True for _ in self.named_quantizers()):
             log.warning("no op of %s has a quantizer: nothing will be quantized", self.model._get_name())
@@ -76,11 +91,39 @@ class QuantModel(nn.Module):
             kinds = sorted(set(self.float_ops.values()))
             log.info("%d ops stay float, no QModule for: %s", len(self.float_ops), ", ".join(kinds))
 
+    # -- the five steps of the constructor: a subclass may override any of them ----------------------
+    def _trace(self, model: Any) -> fx.GraphModule:
+        """The model as a graph over a copy of everything it holds."""
+        return to_graph(model, self.cfg, self._options["example"], self._options["trace"])
+
+    def _run_simplifiers(self) -> None:
+        """Bring the graph of torch ops into the few forms that the next steps know."""
+        self._run_passes(SIMPLIFIERS)
+
+    def _convert2quantmodule(self) -> None:
+        """Replace every op that has a QModule."""
+        self._run_passes(CONVERT_PASSES)
+
+    def _build_quantizer(self) -> None:
+        """Attach the quantizers that the config asks for."""
+        self._run_passes(QUANTIZER_PASSES)
+
+    def _run_fuse_operations(self) -> None:
+        """Fold batch norms, and switch off the quantizers that no runtime has; then the passes of the user."""
+        own = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in self._options["passes"]]
+        self._run_passes([*FUSE_PASSES, *own, *FINAL_PASSES])
+
+    def _run_passes(self, passes: Sequence[GraphPass]) -> None:
+        self.pass_reports += run_passes(self.model, passes, self._context, self._options["check"])
+
+    # -- running -------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._waiting is not None:
+            self._decide_inputs(args, kwargs)
+        if self.model.meta.get("unread_inputs"):
+            args, kwargs = with_unread(self.model, args, kwargs)
         if self.model.meta["fixed"]:
             refuse_other_inputs(self.model, args, kwargs)
-        if self._runner is not None:
-            self._runner.record(args, kwargs)
         if not torch.compiler.is_compiling() and self._graph_changed():
             reuse_memory(self.model)  # look again at who reads what
             self._watch_graph()
@@ -90,6 +133,24 @@ class QuantModel(nn.Module):
             return self.model(*args, **kwargs)
         finally:
             running.clear()
+
+    def _decide_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first batch of a model without an example: if it does not fit the graph, trace the model again."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or was_changed(self.model, waiting) or fits(self.model, args, kwargs):
+            return
+        fresh = object.__new__(type(self))
+        fresh.__dict__.update(self.__dict__)  # what a subclass has set up for its own steps
+        QuantModel.__init__(
+            fresh, waiting.source, self.cfg, **{**waiting.options, "example": Call(args, kwargs)}
+        )
+        fresh.model.to(self.device)
+        take_over(self.model, fresh.model, waiting)
+        fresh.model.train(self.training)
+        self.model, self.pass_reports, self.float_ops = fresh.model, fresh.pass_reports, fresh.float_ops
+        self._watch_graph()
+        if self.calibration_runner is not None:
+            self.prepare_calibration(asym=self.calibration_runner.store is not None)
 
     def _graph_changed(self) -> bool:
         """Did somebody change the graph or its modules?"""
@@ -111,8 +172,10 @@ class QuantModel(nn.Module):
         self.set_quant(False, False)
         self.eval()
         mirror_negative_norms(self.model)
-        self._runner = CalibrationRunner(self.model, keep_inputs=asym or needs_reconstruction(self.model))
-        self._runner.prepare_calibration()
+        self.calibration_runner = CalibrationRunner(
+            self.model, keep_inputs=asym or needs_reconstruction(self.model)
+        )
+        self.calibration_runner.prepare_calibration()
 
     def calc_qparams(
         self, asym: bool = False, w_quant: bool = False, a_quant: bool = False, *, offload: str = "device"
@@ -126,21 +189,21 @@ class QuantModel(nn.Module):
         """
         from sparsebit.quantization.tools.reconstruction import needs_reconstruction, reconstruct
 
-        if self._runner is None:
+        if self.calibration_runner is None:
             raise CalibrationError(
                 "calc_qparams() needs a calibration that is under way: call prepare_calibration(), run some "
                 "batches, then calc_qparams() once"
             )
-        self._runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
+        self.calibration_runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
         if needs_reconstruction(self.model):
             w, a = w_quant or not a_quant, a_quant or not w_quant
-            reconstruct(self.model, self._runner.inputs(), w_quant=w, a_quant=a, offload=offload)
+            reconstruct(self.model, self.calibration_runner.inputs(), w_quant=w, a_quant=a, offload=offload)
         self._stop_calibration()
 
     def _stop_calibration(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = None
+        if self.calibration_runner is not None:
+            self.calibration_runner.close()
+        self.calibration_runner = None
 
     def calibrate(
         self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None
@@ -290,6 +353,8 @@ class QuantModel(nn.Module):
         """
         from sparsebit.quantization.exporting import export_onnx
 
+        if self._waiting is not None:  # no batch has come yet
+            self._decide_inputs(*as_call(dummy_data, signature_of(self)))
         return export_onnx(
             self,
             dummy_data,

@@ -25,6 +25,9 @@ class CalibrationRunner:
 
     Without `asym` nothing is cached. Because old scripts ask for `asym` only after their forwards, the model's
     inputs (and nothing else) are also put on disk, unless `keep_inputs` is False.
+
+    A subclass may override `run_feature_calibration`, `run_weight_calibration` and `module_forward`: they are called
+    for each node, in the order of the graph.
     """
 
     def __init__(self, model: fx.GraphModule, keep_inputs: bool = True):
@@ -34,9 +37,14 @@ class CalibrationRunner:
         self.forwards = 0
         self.store: Store | None = Store("disk") if keep_inputs else None
         self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
+        self.offload = "device"
+        self._lanes: dict[bool, Lane] = {}  # asym -> the values of all batches, as far as the walk has come
+        self._done: set[nn.Module] = set()
+        self._hook: Any = None
 
     def prepare_calibration(self) -> None:
-        """Let every active input quantizer observe."""
+        """Let every active input quantizer observe, and remember the inputs of every forward."""
+        self._hook = self.model.register_forward_pre_hook(self.record, with_kwargs=True)
         for equalization in self._equalizations():
             equalization.unfold()
         for quantizer in self._input_quantizers():
@@ -47,7 +55,7 @@ class CalibrationRunner:
                 module.drop_correction()
                 self.means[module] = InputMean(module)
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
         self.forwards += 1
         if self.store is None:
@@ -71,6 +79,9 @@ class CalibrationRunner:
             if quantizer.mode is Mode.OBSERVE:
                 quantizer.mode = Mode.FLOAT
             quantizer.observer.reset()
+        if self._hook is not None:
+            self._hook.remove()
+        self._drop_lanes()
         for mean in self.means.values():
             mean.handle.remove()
         self.means.clear()
@@ -79,6 +90,7 @@ class CalibrationRunner:
             self.store.close()
         self.store = None
 
+    @torch.no_grad()
     def layerwise_calibration(
         self,
         device: Any = None,
@@ -97,24 +109,111 @@ class CalibrationRunner:
         for quantizer in quantizers:
             quantizer.mode = Mode.FLOAT
         if asym:
-            if self.store is None:
-                raise CalibrationError(
-                    f"calc_qparams(asym=True) needs the inputs again, but {self.why_no_inputs}"
-                )
+            self.inputs()  # refuses before any work
             for mean in self.means.values():
                 mean.reset()
-            batches = _Recorded(self.batches, self.store)
-            calibrate_asym(self.model, batches, w_quant or not a_quant, a_quant or not w_quant, offload)
-        else:
-            for module in self.model.modules():
-                if isinstance(module, QuantOpr):
-                    calibrate_input(module)
-                    calibrate_weight(module)
+        self.offload = offload
+        self._drop_lanes()
+        self._done.clear()
+        w_quant, a_quant = w_quant or not a_quant, a_quant or not w_quant
+        for node in self.model.graph.nodes:
+            self.run_feature_calibration(node, asym)
+            self.run_weight_calibration(node, asym, a_quant)
+            if asym:
+                self._step(node, asym, w_quant, a_quant)
+        self._drop_lanes()
         merge_means(self.means.values(), device or torch.device("cpu"))
         for equalization in self._equalizations():
             self._fold(equalization)
         for mean in self.means.values():
             mean.apply()
+
+    def run_feature_calibration(self, node: fx.Node, asym: bool = False) -> None:
+        """The grids of the inputs of what `node` runs.
+
+        They come from what the observers saw in the forwards; with `asym`, from the values that the quantized layers
+        before `node` give. Layers inside an island see each other in float.
+        """
+        oprs = self._oprs(node)
+        if asym:
+            self._observe(node, oprs)
+        for opr in oprs:
+            if asym or opr not in self._done:
+                calibrate_input(opr)
+
+    def run_weight_calibration(self, node: fx.Node, asym: bool = False, a_quant: bool = False) -> None:
+        """The grids of the weights of what `node` runs, once for a layer that is called several times.
+
+        `asym` and `a_quant` say how the layers before it ran; a subclass that learns weights may ask.
+        """
+        for opr in self._oprs(node):
+            if opr not in self._done:
+                calibrate_weight(opr)
+                self._done.add(opr)
+
+    @torch.no_grad()
+    def module_forward(
+        self,
+        batch_num: int | None,
+        node: fx.Node,
+        device: Any = None,
+        asym: bool = False,
+        w_quant: bool = False,
+        a_quant: bool = False,
+    ) -> list[Any]:
+        """Run `node` on the batches of the forwards: in float, or with `asym` behind the quantized layers before it.
+
+        Nodes come in the order of the graph. Returns the output of every batch; `batch_num` and `device` are those
+        of the recorded batches, whatever is passed.
+        """
+        if node.op == "output":
+            return []
+        self._step(node, asym, w_quant, a_quant, keep=True)
+        return list(self._lane(asym).outputs(node))
+
+    def _step(self, node: fx.Node, asym: bool, w_quant: bool, a_quant: bool, keep: bool = False) -> None:
+        lane = self._lane(asym)
+        if node.op != "call_module" or not asym:
+            lane.step(node, keep)
+            return
+        with quant_mode(module_of(node, self.model), w=w_quant, a=a_quant):
+            lane.step(node, keep)
+
+    def _lane(self, asym: bool) -> Lane:
+        if asym not in self._lanes:
+            self._lanes[asym] = Lane(self.model, self.inputs(), Store(self.offload))
+        return self._lanes[asym]
+
+    def _drop_lanes(self) -> None:
+        for lane in self._lanes.values():
+            lane.store.close()
+        self._lanes.clear()
+
+    def _oprs(self, node: fx.Node) -> list[QuantOpr]:
+        if node.op != "call_module":
+            return []
+        return [m for m in module_of(node, self.model).modules() if isinstance(m, QuantOpr)]
+
+    def _observe(self, node: fx.Node, oprs: list[QuantOpr]) -> None:
+        """Show the observers of a node what its inputs are in the quantized lane."""
+        quantizers = {opr: opr.input_quantizer for opr in oprs}
+        active = {opr: q for opr, q in quantizers.items() if q is not None and not q.absorbed}
+        if not active:
+            return
+        module = module_of(node, self.model)
+        for opr, quantizer in active.items():
+            if opr not in self._done:
+                quantizer.reset()
+            quantizer.mode = Mode.OBSERVE
+        try:
+            for args, kwargs in self._lane(asym=True).inputs(node):
+                if oprs == [module]:
+                    oprs[0].quantize_first(args, kwargs)  # its input is all that matters
+                else:
+                    module(*args, **kwargs)
+        finally:
+            for quantizer in active.values():
+                quantizer.mode = Mode.FLOAT
 
     def _fold(self, equalization: Any) -> None:
         """Fold, then give the changed weights new scales, and the mean of the changed value its new unit."""
@@ -173,52 +272,3 @@ def calibrate_weight(module: QuantOpr) -> None:
     quantizer.reset()
     quantizer.update_observer(module.weight)
     quantizer.calc_qparams()
-
-
-@torch.no_grad()
-def calibrate_asym(
-    model: fx.GraphModule,
-    batches: Sequence[Batch],
-    w_quant: bool = True,
-    a_quant: bool = True,
-    offload: str = "device",
-) -> None:
-    """Walk the graph once: each layer is calibrated on the outputs of its quantized predecessors, then quantized."""
-    store = Store(offload)
-    lane = Lane(model, batches, store)
-    done: set[nn.Module] = set()
-    for node in model.graph.nodes:
-        module = module_of(node, model) if node.op == "call_module" else None
-        if module is None:
-            lane.step(node)
-            continue
-        _calibrate_call(lane, node, module, done)
-        with quant_mode(module, w=w_quant, a=a_quant):
-            lane.step(node)
-    store.close()
-
-
-def _calibrate_call(lane: Lane, node: fx.Node, module: nn.Module, done: set[nn.Module]) -> None:
-    """Calibrate what a node runs; the layers inside an island see each other in float."""
-    inside = [m for m in module.modules() if isinstance(m, QuantOpr)]
-    observing = [m for m in inside if m.input_quantizer is not None and not m.input_quantizer.absorbed]
-    for m in observing:
-        assert m.input_quantizer is not None
-        if m not in done:
-            m.input_quantizer.reset()
-        m.input_quantizer.mode = Mode.OBSERVE
-    try:
-        for args, kwargs in lane.inputs(node) if observing else ():
-            if inside == [module]:
-                inside[0].quantize_first(args, kwargs)  # its input is all that matters
-            else:
-                module(*args, **kwargs)
-    finally:
-        for m in observing:
-            assert m.input_quantizer is not None
-            m.input_quantizer.mode = Mode.FLOAT
-    for m in inside:
-        calibrate_input(m)
-        if m not in done:
-            calibrate_weight(m)
-    done.update(inside)

@@ -79,6 +79,10 @@ class GraphVisitor:
     def __init__(self, model: fx.GraphModule, hook_wrapper: Callable[..., list[Any] | None]):
         self.storage = SharedData()
         self.handles: list[Any] = []
+        self.build(model, hook_wrapper)
+
+    def build(self, model: fx.GraphModule, hook_wrapper: Callable[..., list[Any] | None]) -> None:
+        """Visit the ops in the order of the graph."""
         for node in model.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue

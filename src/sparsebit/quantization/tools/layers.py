@@ -41,8 +41,13 @@ def layers(gm: fx.GraphModule) -> Iterator[Layer]:
         for inside, module in module_of(node, gm).named_modules():
             if isinstance(module, QuantOpr) and module not in seen:
                 seen.add(module)
-                inside = inside.removeprefix("root.")  # graph.islands.Whole holds the model as `root`
+                inside = below_root(inside)
                 yield Layer(*names_of(node, inside), node, inside, module)
+
+
+def below_root(inside: str) -> str:
+    """The path inside a model that stayed whole: graph.islands.Whole holds that model as `root`."""
+    return "" if inside == "root" else inside.removeprefix("root.")
 
 
 def names_of(node: fx.Node, inside: str = "") -> tuple[str, str]:

@@ -55,7 +55,7 @@ def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
         qmodel.prepare_calibration(asym=False)
         try:
             feed(qmodel, batches, options["progress"])
-            qmodel._runner.layerwise_calibration(qmodel.device)
+            qmodel.calibration_runner.layerwise_calibration(qmodel.device)
         finally:
             qmodel._stop_calibration()
     qmodel.eval()
