@@ -15,6 +15,11 @@ from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.end_to_end import Comparison, EndToEnd
 
+UNCALIBRATED = (
+    "the model is not calibrated: every scale in the file is 1 (pact: its starting bound), so the outputs mean nothing; "
+    "for a file to use, call qmodel.calibrate(batches) before export_onnx()"
+)
+
 
 @dataclass
 class ExportReport:
@@ -30,6 +35,7 @@ class ExportReport:
     why_float: dict[str, str] = field(default_factory=dict)  # by module: why it has no integer kernel
     notes: list[str] = field(default_factory=list)
     others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
+    uncalibrated: bool = False  # nobody had calibrated the model: the scales are 1
 
     @property
     def ok(self) -> bool:
@@ -38,6 +44,7 @@ class ExportReport:
     def as_dict(self) -> dict[str, Any]:
         c = self.certificate
         return {
+            "uncalibrated": self.uncalibrated,
             "path": self.path,
             "backend": self.backend,
             "opset": {"version": self.opset, "reason": self.opset_reason},
@@ -55,7 +62,7 @@ class ExportReport:
 
     def summary(self) -> str:
         """The few figures that the file itself carries."""
-        return _json({"ok": self.ok, **self.certificate.as_dict()})
+        return _json({"uncalibrated": self.uncalibrated, "ok": self.ok, **self.certificate.as_dict()})
 
     def save(self, path: Path) -> None:
         path.write_text(_json(self.as_dict(), indent=1) + "\n", encoding="utf-8")
@@ -64,6 +71,7 @@ class ExportReport:
         c = self.certificate
         kernels = (("integer kernels", _counts(self.integer)), ("float kernels", _counts(self.floating)))
         rows = [
+            *([("WARNING", UNCALIBRATED)] if self.uncalibrated else []),
             ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
             *c.rows(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import itertools
 import logging
 import traceback
 import warnings
@@ -15,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from sparsebit.errors import ExportError
+from sparsebit.export.operands import CommonType
 
 RECURRENT = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 PADDED = (
@@ -49,7 +51,7 @@ def to_program(
     if isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = {name: dynamic_shapes.get(name) for name in named}
     try:
-        with quiet(verbose):
+        with quiet(verbose), CommonType():
             program = torch.onnx.export(
                 model,
                 args,
@@ -64,7 +66,25 @@ def to_program(
     except Exception as error:
         raise ExportError(_explain(error, model)) from error
     assert program is not None
+    register_constants(program.model.graph)
     return program
+
+
+def register_constants(graph: Any) -> None:
+    """Every constant that a node reads is an initializer under a name of its own.
+
+    onnxscript names the bounds of a Clip after the value that is clipped. Two clips of one value have the same names,
+    and the second pair of bounds takes the place of the first in the list of initializers.
+    """
+    names = {value.name for node in graph.all_nodes() for value in (*node.inputs, *node.outputs) if value}
+    for value in [value for node in graph.all_nodes() for value in node.inputs if value is not None]:
+        lost = value.producer() is None and value.const_value is not None
+        if not lost or value.is_initializer() or value.is_graph_input():
+            continue
+        if value.name in graph.initializers:
+            value.name = next(n for i in itertools.count(1) if (n := f"{value.name}_{i}") not in names)
+            names.add(value.name)
+        graph.register_initializer(value)
 
 
 def require(*packages: str) -> None:

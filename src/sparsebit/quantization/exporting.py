@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +18,15 @@ from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
 from sparsebit.export.calls import call_of, calls_of
 from sparsebit.export.marks import Mark, emit
-from sparsebit.export.report import ExportReport, settle
+from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
 from sparsebit.graph.feeding import signature_of
 from sparsebit.graph.training import evaluating
+from sparsebit.numeric.spec import channel_axis
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
+
+log = logging.getLogger("sparsebit")
 
 
 def export_onnx(
@@ -40,26 +44,33 @@ def export_onnx(
     require("onnx", "onnxscript", "onnxruntime")
     path = files.writable(name)
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
-    marks = collect_marks(qmodel)
-    refuse_problems(runtime, marks)
-    signature = signature_of(qmodel)
-    args, kwargs = call_of(dummy, signature, qmodel.device)
     extra_info = options.pop("extra_info", False)
-    opset, reason = runtime.opset(marks, options.pop("opset_version", 13))
-    with exporting(qmodel, _emitter(marks)):
-        graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
-    lowered = runtime.lower(graph, marks)
-    why = why_float_of(graph)
-    finish(graph, marks, runtime, lowered)
-    with files.drafting(path) as draft:
-        files.write(graph, draft)
-        calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
-        report = certify(qmodel, draft, calls, more, marks, lowered)
-        if runtime.TYPE == "openvino":
-            second_opinion(qmodel, draft, [*calls, *more], report)
-        report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
-        report.why_float = why
-        settle(report, draft, path)
+    asked = options.pop("opset_version", 13)
+    with unit_scales(qmodel) as uncalibrated:
+        if uncalibrated:
+            log.warning("%s: %s", path, UNCALIBRATED)
+        marks = collect_marks(qmodel)
+        refuse_problems(runtime, marks)
+        signature = signature_of(qmodel)
+        args, kwargs = call_of(dummy, signature, qmodel.device)
+        opset, reason = runtime.opset(marks, asked)
+        emitter = Emitter(marks)
+        with exporting(qmodel, emitter):
+            graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
+        if uncalibrated:  # calibration would have shown that the others get no float data
+            marks = {name: mark for name, mark in marks.items() if name in emitter.calls}
+        lowered = runtime.lower(graph, marks)
+        why = why_float_of(graph)
+        finish(graph, marks, runtime, lowered)
+        with files.drafting(path) as draft:
+            files.write(graph, draft)
+            calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
+            report = certify(qmodel, draft, calls, more, marks, lowered)
+            if runtime.TYPE == "openvino":
+                second_opinion(qmodel, draft, [*calls, *more], report)
+            report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
+            report.why_float, report.uncalibrated = why, uncalibrated
+            settle(report, draft, path)
     if extra_info:
         from sparsebit.export.extra_info import write_extra
 
@@ -95,36 +106,75 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     return report
 
 
-def _emitter(marks: Mapping[str, Mark]) -> Callable[[Quantizer, Tensor], Tensor]:
+class Emitter:
     """What a quantizer does while the model is traced: leave a mark. A rounded constant is one, however often read."""
-    calls: Counter[str] = Counter()
 
-    def mark(quantizer: Quantizer, x: Tensor) -> Tensor:
+    def __init__(self, marks: Mapping[str, Mark]):
+        self.marks = marks
+        self.calls: Counter[str] = Counter()
+
+    def __call__(self, quantizer: Quantizer, x: Tensor) -> Tensor:
         name = quantizer.name
-        if marks[name].is_weight:
+        self.calls[name] += 1
+        if self.marks[name].is_weight:
             return emit(x, name, 0)
-        calls[name] += 1
-        return emit(quantizer.transform(x), name, calls[name])
-
-    return mark
+        return emit(quantizer.transform(x), name, self.calls[name])
 
 
 def collect_marks(qmodel: Any) -> dict[str, Mark]:
     """Every quantizer that is in use, with its grid as it is now."""
     marks: dict[str, Mark] = {}
+    for path, quantizer, weight in used_quantizers(qmodel):
+        if not quantizer.calibrated:
+            raise ExportError(
+                f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
+                f"qmodel.calibrate(batches)"
+            )
+        value = None if weight is None else quantizer.transform(weight.detach())
+        grid = quantizer.current_qparams()
+        marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
+    return marks
+
+
+def used_quantizers(qmodel: Any) -> Iterator[tuple[str, Quantizer, Tensor | None]]:
+    """Path of the layer, quantizer, and the weight it rounds: None for an activation."""
     for path, module in quant_oprs(qmodel.model):
         for quantizer, weight in ((module.input_quantizer, None), (module.weight_quantizer, module.weight)):
-            if quantizer is None or quantizer.absorbed or quantizer.unused:
-                continue
-            if not quantizer.calibrated:
-                raise ExportError(
-                    f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
-                    f"qmodel.calibrate(batches)"
-                )
-            value = None if weight is None else quantizer.transform(weight.detach())
-            grid = quantizer.current_qparams()
-            marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
-    return marks
+            if quantizer is not None and not quantizer.absorbed and not quantizer.unused:
+                yield path, quantizer, weight
+
+
+@contextmanager
+def unit_scales(qmodel: Any) -> Iterator[bool]:
+    """Inside the block, a model that nobody has calibrated has scale 1 and zero point 0 everywhere; yields whether.
+
+    A model with some scales keeps them: `collect_marks` refuses it.
+    """
+    found = list(used_quantizers(qmodel))
+    if not found or any(quantizer.calibrated for _, quantizer, _ in found):
+        yield False
+        return
+    saved = [(quantizer, quantizer.scale, quantizer.zero_point) for _, quantizer, _ in found]
+    try:
+        for _, quantizer, weight in found:
+            count = 1 if weight is None else scale_count(quantizer, weight)
+            for name, value in (("scale", 1.0), ("zero_point", 0.0)):
+                old = getattr(quantizer, name)
+                new = torch.full((count,), value, device=old.device)
+                setattr(quantizer, name, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
+        yield True
+    finally:
+        for quantizer, scale, zero_point in saved:
+            quantizer.scale, quantizer.zero_point = scale, zero_point
+
+
+def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
+    """How many scales calibration would give a weight."""
+    spec = quantizer.spec
+    if spec.group is not None:
+        return weight.numel() // spec.group
+    axis = channel_axis(weight.dim(), spec.axis)
+    return 1 if axis is None else weight.shape[axis]
 
 
 def quant_oprs(gm: Any) -> Iterator[tuple[str, QuantOpr]]:
