@@ -137,7 +137,7 @@ def test_integers_stand_for_floats(parse) -> None:
 )
 def test_types_as_the_docs_of_the_original_spell_them(parse, letter, written, read) -> None:
     config = parse(f"{letter}: {{QUANTIZER: {{TYPE: {written}}}}}")
-    assert config[letter].QUANTIZER.TYPE == read
+    assert read == config[letter].QUANTIZER.TYPE
     config = parse(f"{letter}: {{SPECIFIC: [{{fc: [QUANTIZER.TYPE, {written}]}}]}}")
     assert resolve(config[letter], ["fc"]).quantizer.type == read
 
@@ -186,5 +186,5 @@ def test_sparse_shapes(parse, kind, swapped) -> None:
     text = 'SPARSER: {{TYPE: "{}", STRATEGY: "{}", RATIO: 0.5}}'.format(*values)
     config = parse(text, parse_sconfig)
     assert config.SPARSER.STRATEGY == "l1norm"
-    assert config.SPARSER.TYPE == ("unstructured" if "un" in kind else "structured")
+    assert ("unstructured" if "un" in kind else "structured") == config.SPARSER.TYPE
     assert "RATIO: 0.5" in str(config)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import (
@@ -27,8 +27,9 @@ from pydantic import (
 )
 
 from sparsebit.config import schema
+from sparsebit.config.dict_form import DictForm
 from sparsebit.config.messages import closest, refusal, show, unknown_option
-from sparsebit.config.values import NewKey, choices, fold, is_text, literal, numbers, plain
+from sparsebit.config.values import NewKey, choices, fold, is_text, literal, numbers, plain, shown
 from sparsebit.config.yaml_io import read_yaml, write_yaml
 from sparsebit.errors import ConfigError, FrozenConfigError, UnknownOptionError
 
@@ -50,7 +51,7 @@ def _read_extra(given: _Extra, info: ValidationInfo) -> Any:
     return given.owner.read_extra(given.name, given.value, info)
 
 
-class Config(BaseModel):
+class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates over pairs)
     """Base of every section, and of the `Params` of a plug-in. Give every option a default.
 
     Types are strict (no "8" or true for an integer), an integer may stand for a float, and a Literal of
@@ -165,21 +166,13 @@ class Config(BaseModel):
     def _options(self) -> dict[str, Any]:
         return {**self.__dict__, **(self.__pydantic_extra__ or {})}
 
-    def __getitem__(self, name: str) -> Any:
-        key = self.key(name)
-        options = self._options()
-        try:
-            return _shown(options[key]) if key in options else self._absent(key)
-        except AttributeError:
-            raise UnknownOptionError(f"{name}: {unknown_option(name, self.option_names())}") from None
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)  # type: ignore[misc]
         key = self.key(name)
         extra = self.__pydantic_extra__ or {}
         if key in extra:
-            return _shown(extra[key])
+            return shown(extra[key])
         if key != name and (key in type(self).model_fields or hasattr(type(self), key)):
             return getattr(self, key)
         try:
@@ -187,25 +180,6 @@ class Config(BaseModel):
         except AttributeError:
             what = unknown_option(name, self.option_names())
             raise AttributeError(f"{type(self).__name__}.{name}: {what}") from None
-
-    def __contains__(self, name: object) -> bool:
-        key = self.key(name) if isinstance(name, str) else ""
-        return key in self._options() or self.section(key) is not None
-
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
-        return iter(self.keys())
-
-    def keys(self) -> list[str]:
-        return [name.upper() for name in self._options()]
-
-    def values(self) -> list[Any]:
-        return [_shown(value) for value in self._options().values()]
-
-    def items(self) -> list[tuple[str, Any]]:
-        return list(zip(self.keys(), self.values()))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
 
     # -- writing -------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
@@ -365,7 +339,7 @@ class Config(BaseModel):
         """Take the values of `new` in place, so that references to sections stay good."""
         mine, theirs = self._options(), new._options()
         for name in mine.keys() - theirs.keys():
-            del self.__pydantic_extra__[name]  # type: ignore[union-attr]
+            del self.__pydantic_extra__[name]
         for name, value in theirs.items():
             if isinstance(value, Config) and type(mine.get(name)) is type(value):
                 mine[name]._adopt(value)
@@ -376,18 +350,13 @@ class Config(BaseModel):
         if isinstance(value, Config):
             value._mark(self._frozen)
         store = self.__dict__ if name in type(self).model_fields else self.__pydantic_extra__
-        store[name] = value  # type: ignore[index]
+        store[name] = value
 
     def _mark(self, frozen: bool) -> None:
         self._frozen = frozen
         for value in self._options().values():
             if isinstance(value, Config):
                 value._mark(frozen)
-
-
-def _shown(value: Any) -> Any:
-    """An option as its reader gets it."""
-    return value.value if isinstance(value, NewKey) else value
 
 
 def _plain(value: Config | NewKey) -> Any:

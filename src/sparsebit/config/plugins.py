@@ -15,7 +15,6 @@ from sparsebit.config.base import Config
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry, plain_name
 
-
 Section = type[Config]  # inside the class below, `type` is an option
 
 

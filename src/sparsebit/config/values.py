@@ -67,6 +67,11 @@ class NewKey:
         return change if isinstance(change, NewKey) else NewKey(_merged(self.value, change))
 
 
+def shown(value: Any) -> Any:
+    """An option as its reader gets it."""
+    return value.value if isinstance(value, NewKey) else value
+
+
 def _merged(old: Any, change: Any) -> Any:
     """`change` in place of `old`; mappings are merged key by key."""
     if not isinstance(old, MutableMapping) or not hasattr(change, "items"):
