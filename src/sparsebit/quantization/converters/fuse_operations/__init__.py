@@ -22,9 +22,9 @@ from sparsebit.quantization.converters.fuse_operations.softmax_grids import soft
 from sparsebit.quantization.converters.tasks import passes_named
 from sparsebit.quantization.quant_config import ScheduleConfig
 
-__all__ = ["BUILT_IN", "FINAL_PASSES", "FUSE_PASSES", "fuse_operations", "own_tasks"]
+__all__ = ["FINAL_PASSES", "FUSE_PASSES", "fuse_operations", "own_tasks"]
 
-BUILT_IN = [
+FUSE_PASSES = [
     _equalize_sums,  # sums are read off batch norms, so this is before fuse_bn
     _fuse_bn,
     _disable_unnecessary_quant,
@@ -40,8 +40,8 @@ def own_tasks(gm: fx.GraphModule, ctx: Any) -> int:
     return sum(report.changes for report in run_passes(gm, steps, ctx)) if steps else 0
 
 
-FUSE_PASSES = [*BUILT_IN, own_tasks]
-FINAL_PASSES = [_reuse_memory]  # after the passes of users: they look at who reads what
+# after the passes that users hand to QuantModel; reuse_memory looks at who reads what, so it is the last
+FINAL_PASSES = [own_tasks, _reuse_memory]
 
 
 def fuse_operations(
@@ -51,7 +51,7 @@ def fuse_operations(
     if custom_lists is None:
         passes = _listed()
     else:
-        passes = [replace(step, when=None) for step in passes_named(custom_lists, BUILT_IN, __name__)]
+        passes = [replace(step, when=None) for step in passes_named(custom_lists, FUSE_PASSES, __name__)]
     run_passes(model, passes, SimpleNamespace(config=SimpleNamespace(schedule=ScheduleConfig.load(config))))
     return model
 
@@ -60,9 +60,9 @@ def _listed(own_only: bool = False) -> list[GraphPass]:
     """The passes of `lists`; SCHEDULE.<TASK> switches the tasks of users as it switches ours."""
     from sparsebit.quantization.converters.fuse_operations.lists import lists
 
-    built_in = {step.name for step in BUILT_IN}
+    built_in = {step.name for step in FUSE_PASSES}
     names = [name for name in lists if not own_only or name not in built_in]
-    passes = passes_named(names, BUILT_IN, __name__)
+    passes = passes_named(names, FUSE_PASSES, __name__)
     return [step if step.name in built_in else _switched(step) for step in passes]
 
 
