@@ -5,15 +5,31 @@ class SparsebitError(Exception):
     """Base of all errors that Sparsebit raises on purpose."""
 
 
-class ConfigError(SparsebitError, ValueError):
-    """A configuration that cannot be used; the message starts with the full key path."""
+class ConfigError(SparsebitError, ValueError, AssertionError):
+    """A configuration that cannot be used; the message starts with the full key path.
+
+    It is an AssertionError too, because the original checked its configs with `assert`. One error lists all problems
+    of a config, so all of them have this class, and not only those that the original looked for.
+    """
 
 
-class RegistryError(SparsebitError, KeyError):
-    """A name nobody registered, or one that is taken; the message names its neighbours."""
+class _PlainKeyError(KeyError):
+    """A KeyError that shows its message. KeyError itself shows the repr: quotes and escapes."""
 
-    def __str__(self) -> str:  # KeyError shows the repr of its argument: quotes and escapes
+    def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class UnknownOptionError(ConfigError, _PlainKeyError):
+    """A config key that nobody defined; a KeyError, as with the configs of the original."""
+
+
+class FrozenConfigError(ConfigError, AttributeError):
+    """A change of a frozen config; an AttributeError, as with the configs of the original."""
+
+
+class RegistryError(SparsebitError, _PlainKeyError):
+    """A name nobody registered, or one that is taken; the message names its neighbours."""
 
 
 class TraceError(SparsebitError, RuntimeError):

@@ -64,7 +64,7 @@ def test_defaults_mappings_instances_and_empty_sections() -> None:
 def test_unknown_attribute_names_its_neighbour() -> None:
     with pytest.raises(AttributeError, match=r"Leaf\.BITS: unknown option; did you mean BIT\?"):
         Leaf().BITS  # noqa: B018
-    assert not hasattr(Leaf(), "items")
+    assert not hasattr(Leaf(), "bits")
 
 
 @pytest.mark.parametrize(

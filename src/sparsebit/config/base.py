@@ -1,30 +1,57 @@
 """Config: a section of typed options. Frozen by default, readable as `cfg.W.QUANTIZER.BIT`, written as YAML.
 
-The verbs of yacs (`clone defrost merge_from_list merge_from_file freeze dump`) work on it, so that scripts
-written for the original configs keep running; `override` is the short way to a changed copy.
+The verbs of yacs (`clone defrost merge_from_list merge_from_file merge_from_other_cfg freeze dump`, `cfg["W"]`,
+`for key in cfg`) work on it, so that scripts written for the original configs keep running; `override` is the short
+way to a changed copy.
+
+A script may add keys: after `defrost()`, `cfg.MY_KEY = 1` is kept, copied and dumped, and nobody checks its value.
+Two things are refused: a name that is close to an option, with a value that the option could have (most likely a
+typo), and a new key in a file.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from sparsebit.config import schema
-from sparsebit.config.messages import explain, show, unknown_option
-from sparsebit.config.values import choices, fold
+from sparsebit.config.dict_form import DictForm
+from sparsebit.config.messages import closest, refusal, show, unknown_option
+from sparsebit.config.values import NewKey, choices, fold, is_text, literal, numbers, plain, shown
 from sparsebit.config.yaml_io import read_yaml, write_yaml
-from sparsebit.errors import ConfigError
+from sparsebit.errors import ConfigError, FrozenConfigError, UnknownOptionError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class Config(BaseModel):
+class _Extra(NamedTuple):
+    """A key that is no field of `owner`, on its way to the validator."""
+
+    owner: type[Config]
+    name: str
+    value: Any
+
+
+def _read_extra(given: _Extra, info: ValidationInfo) -> Any:
+    if isinstance(given.value, NewKey):
+        return given.value
+    return given.owner.read_extra(given.name, given.value, info)
+
+
+class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates over pairs)
     """Base of every section, and of the `Params` of a plug-in. Give every option a default.
 
     Types are strict (no "8" or true for an integer), an integer may stand for a float, and a Literal of
@@ -32,14 +59,15 @@ class Config(BaseModel):
     """
 
     # "always": a section that is passed in is checked and copied, never shared between two configs
-    model_config = ConfigDict(extra="forbid", strict=True, revalidate_instances="always")
+    model_config = ConfigDict(extra="allow", strict=True, revalidate_instances="always")
+    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_read_extra)]]
     _frozen: bool = PrivateAttr(default=True)
 
     def __init__(self, /, **options: Any) -> None:
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise ConfigError(explain(error, type(self))) from None
+            raise refusal(error) from None
 
     # pydantic calls __init__ of nested models only if they changed it; ours only translates the error of the
     # outermost one, and must not hide from pydantic where in the tree a problem is
@@ -69,14 +97,26 @@ class Config(BaseModel):
     def option_names(cls) -> list[str]:
         return [name.upper() for name in cls.model_fields]
 
+    @classmethod
+    def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> Any:
+        """The checked value of a key that is no field; ConfigError if there is no such option."""
+        raise UnknownOptionError(unknown_option(name, cls.option_names()))
+
+    @classmethod
+    def is_option(cls, key: str) -> bool:
+        """Whether `read_extra` or a field may take a value for `key`."""
+        return key in cls.model_fields
+
     def _absent(self, key: str) -> Any:
         """The value of an option that is no field and was not given; AttributeError if there is none."""
+        if key in type(self).__class_vars__:
+            return getattr(type(self), key)
         raise AttributeError(key)
 
     # -- reading -------------------------------------------------------------------------------------
     @model_validator(mode="before")
     @classmethod
-    def _read(cls, data: Any) -> Any:
+    def _read(cls, data: Any, info: ValidationInfo) -> Any:
         if isinstance(data, Config):
             data = data._options()  # a config of another class
         if data is None:
@@ -90,8 +130,10 @@ class Config(BaseModel):
                 raise ConfigError(f"{key.upper()}: given twice, in two spellings; keep one of them")
             if isinstance(value, str):
                 value = choices(cls).get(key, {}).get(fold(value), value)
+                value = literal(value) if is_text(info) and key in numbers(cls) else value
             options[key] = value
-        return cls.prepare(options)
+        options = cls.prepare(options)
+        return {k: v if k in cls.model_fields else _Extra(cls, k, v) for k, v in options.items()}
 
     @model_validator(mode="after")
     def _verify(self, info: ValidationInfo) -> Self:
@@ -101,11 +143,12 @@ class Config(BaseModel):
         return self
 
     @classmethod
-    def _build(cls, data: Any, draft: bool = False) -> Self:
+    def _build(cls, data: Any, draft: bool = False, text: bool = False) -> Self:
+        """draft: options need not go together yet. text: `"8"` and `"True"` in quotes are read, as yacs reads files."""
         try:
-            return cls.model_validate(data, context={"draft": draft})
+            return cls.model_validate(data, context={"draft": draft, "text": text})
         except ValidationError as error:
-            raise ConfigError(explain(error, cls)) from None
+            raise refusal(error) from None
 
     @classmethod
     def load(cls, source: Any) -> Self:
@@ -114,7 +157,7 @@ class Config(BaseModel):
             return cls._build(source)
         data = read_yaml(source)
         try:
-            return cls._build(data)
+            return cls._build(data, text=True)
         except ConfigError as error:
             if hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(f"in {os.fspath(source)}")
@@ -123,18 +166,15 @@ class Config(BaseModel):
     def _options(self) -> dict[str, Any]:
         return {**self.__dict__, **(self.__pydantic_extra__ or {})}
 
-    def __getitem__(self, name: str) -> Any:
-        """`cfg["W"]`, as yacs had it."""
-        return getattr(self, name)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             return super().__getattr__(name)  # type: ignore[misc]
         key = self.key(name)
+        extra = self.__pydantic_extra__ or {}
+        if key in extra:
+            return shown(extra[key])
         if key != name and (key in type(self).model_fields or hasattr(type(self), key)):
             return getattr(self, key)
-        if key in (self.__pydantic_extra__ or {}):
-            return self._options()[key]
         try:
             return self._absent(key)
         except AttributeError:
@@ -144,17 +184,20 @@ class Config(BaseModel):
     # -- writing -------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         """Upper-case keys and JSON-like values: what the YAML file would hold."""
-        plain = self.model_dump(mode="json")
+        options = self._options()
+        fields = {name for name, value in options.items() if not isinstance(value, (Config, NewKey))}
+        json_like = self.model_dump(mode="json", include=fields)
         return {
-            name.upper(): value.to_dict() if isinstance(value, Config) else plain[name]
-            for name, value in self._options().items()
+            name.upper(): json_like[name] if name in fields else _plain(value)
+            for name, value in options.items()
         }
 
-    def dump(self) -> str:
-        """The config as YAML."""
-        return write_yaml(self.to_dict())
+    def dump(self, **options: Any) -> str:
+        """The config as YAML; `options` are those of `yaml.dump`."""
+        return write_yaml(self.to_dict(), **options)
 
-    __str__ = dump
+    def __str__(self) -> str:
+        return self.dump()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and type(self) is type(other) and self._options() == other._options()
@@ -189,27 +232,63 @@ class Config(BaseModel):
     def merge_from_list(self, pairs: Sequence[Any]) -> None:
         """`[KEY, value, KEY, value, ...]`; values may be text from a command line, as with yacs."""
         self._refuse_if_frozen("merge_from_list")
-        self._apply([_literal(item) if i % 2 else item for i, item in enumerate(pairs)])
+        self._adopt(self._changed([literal(item) if i % 2 else item for i, item in enumerate(pairs)]))
 
     def merge_from_file(self, path: str | os.PathLike[str]) -> None:
+        """Put the options of a YAML file on top."""
         self._refuse_if_frozen("merge_from_file")
-        self._adopt(type(self)._build(self._merged(read_yaml(path)), draft=True))
+        self._adopt(type(self)._build(self._merged(read_yaml(path)), draft=True, text=True))
+
+    def merge_from_other_cfg(self, other: Config | Mapping[str, Any]) -> None:
+        """Put all options of another config on top."""
+        self._refuse_if_frozen("merge_from_other_cfg")
+        changes = other._tree() if isinstance(other, Config) else other
+        self._adopt(type(self)._build(self._merged(changes), draft=True))
+
+    def without_new_keys(self) -> Self:
+        """A copy with the options that the config classes define: a file of them can be loaded again."""
+        return type(self)._build(self._tree(new_keys=False), draft=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
             return super().__setattr__(name, value)
         self._refuse_if_frozen(name.upper())
-        self._apply([name, value])
+        self._apply(name, value)
+
+    __setitem__ = __setattr__
 
     def _refuse_if_frozen(self, what: str) -> None:
         if self._frozen:
-            raise ConfigError(
+            raise FrozenConfigError(
                 f"{what}: this config is frozen; cfg.override('KEY', value) gives a changed copy, "
                 f"clone() and defrost() one that can be edited"
             )
 
-    def _apply(self, pairs: Sequence[Any]) -> None:
-        self._adopt(self._changed(pairs))
+    def _apply(self, path: str, value: Any) -> None:
+        """Set one option in place; the key may be new."""
+        *sections, name = path.split(".")
+        owner: Any = self
+        for part in sections:
+            owner = owner.get(part) if isinstance(owner, Config) else None
+        if isinstance(owner, Config) and owner._is_new(name, value):
+            owner._set(owner.key(name), NewKey(value))
+        else:
+            self._adopt(self._changed([path, value]))
+
+    def _is_new(self, name: str, value: Any) -> bool:
+        """Whether `name` is neither an option, nor a typo of one, nor a method."""
+        cls, key = type(self), self.key(name)
+        if self.is_option(key) or key in cls.__class_vars__ or hasattr(cls, name):
+            return False
+        close = closest(name, self.option_names())
+        return close is None or not self._accepts(close, value)
+
+    def _accepts(self, name: str, value: Any) -> bool:
+        try:
+            self._changed([name, value])
+        except ConfigError:
+            return False
+        return True
 
     def _changed(self, pairs: Sequence[Any]) -> Self:
         """A copy with `KEY, value, ...` set one after the other; not yet checked across options."""
@@ -232,16 +311,35 @@ class Config(BaseModel):
         for name, value in changes.items():
             key = self.key(str(name))
             old = options.get(key)
-            options[key] = (
-                old._merged(value) if isinstance(old, Config) and hasattr(value, "items") else value
-            )
+            if isinstance(old, NewKey):
+                options[key] = old.merged(value)
+            elif key in type(self).__class_vars__:
+                self._refuse_other_value(key, value)
+            elif isinstance(old, Config) and hasattr(value, "items") and not isinstance(value, Config):
+                options[key] = old._merged(value)
+            else:
+                options[key] = value
         return options
+
+    def _refuse_other_value(self, key: str, value: Any) -> None:
+        """The original set W.TARGET and A.TARGET while it built quantizers; here they are constants."""
+        constant = getattr(type(self), key)
+        if value != constant:
+            raise ConfigError(f"{key.upper()}: is always {show(constant)} here, and cannot be {show(value)}")
+
+    def _tree(self, new_keys: bool = True) -> dict[str, Any]:
+        """The options as nested dicts."""
+        return {
+            name: value._tree(new_keys) if isinstance(value, Config) else value
+            for name, value in self._options().items()
+            if new_keys or not isinstance(value, NewKey)
+        }
 
     def _adopt(self, new: Config) -> None:
         """Take the values of `new` in place, so that references to sections stay good."""
         mine, theirs = self._options(), new._options()
         for name in mine.keys() - theirs.keys():
-            del self.__pydantic_extra__[name]  # type: ignore[union-attr]
+            del self.__pydantic_extra__[name]
         for name, value in theirs.items():
             if isinstance(value, Config) and type(mine.get(name)) is type(value):
                 mine[name]._adopt(value)
@@ -252,7 +350,7 @@ class Config(BaseModel):
         if isinstance(value, Config):
             value._mark(self._frozen)
         store = self.__dict__ if name in type(self).model_fields else self.__pydantic_extra__
-        store[name] = value  # type: ignore[index]
+        store[name] = value
 
     def _mark(self, frozen: bool) -> None:
         self._frozen = frozen
@@ -261,11 +359,5 @@ class Config(BaseModel):
                 value._mark(frozen)
 
 
-def _literal(value: Any) -> Any:
-    """'4' -> 4, 'True' -> True; everything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
+def _plain(value: Config | NewKey) -> Any:
+    return value.to_dict() if isinstance(value, Config) else plain(value.value)

@@ -6,12 +6,11 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 
-if TYPE_CHECKING:
-    from sparsebit.config.base import Config
+from sparsebit.errors import ConfigError, UnknownOptionError
 
 EXPECTED = {
     "int": "an integer",
@@ -26,11 +25,17 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 
 
-def did_you_mean(name: str, options: Iterable[str]) -> str:
-    """`; did you mean BIT?`, or nothing when no option is close."""
+def closest(name: str, options: Iterable[str]) -> str | None:
+    """The option that `name` may be a typo of."""
     by_lower = {option.lower(): option for option in options}
     close = difflib.get_close_matches(name.lower(), by_lower, 1)
-    return f"; did you mean {by_lower[close[0]]}?" if close else ""
+    return by_lower[close[0]] if close else None
+
+
+def did_you_mean(name: str, options: Iterable[str]) -> str:
+    """`; did you mean BIT?`, or nothing when no option is close."""
+    close = closest(name, options)
+    return f"; did you mean {close}?" if close else ""
 
 
 def unknown_option(name: str, options: Sequence[str]) -> str:
@@ -42,13 +47,16 @@ def show(value: Any) -> str:
     return _short.repr(value)
 
 
-def explain(error: ValidationError, cls: type[Config]) -> str:
-    """All problems of one validation; each line starts with the full upper-case key path."""
+def refusal(error: ValidationError) -> ConfigError:
+    """All problems of one validation in one error; each line starts with the full upper-case key path."""
     lines = []
+    kind = ConfigError
     for item in error.errors(include_url=False):
         path = key_path(item["loc"])
-        lines += [under(path, text) for text in _describe(item, cls).splitlines()]
-    return "\n".join(lines)
+        lines += [under(path, text) for text in _describe(item).splitlines()]
+        if isinstance(item.get("ctx", {}).get("error"), UnknownOptionError):
+            kind = UnknownOptionError
+    return kind("\n".join(lines))
 
 
 def key_path(loc: Sequence[str | int]) -> str:
@@ -65,11 +73,8 @@ def under(path: str, text: str) -> str:
     return f"{path}.{text}" if STARTS_WITH_KEY.match(text) else f"{path}: {text}"
 
 
-def _describe(item: Any, cls: type[Config]) -> str:
+def _describe(item: Any) -> str:
     kind, value = item["type"], item["input"]
-    if kind == "extra_forbidden":
-        section = _section(cls, item["loc"][:-1])
-        return unknown_option(str(item["loc"][-1]), section.option_names()) if section else "unknown option"
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f"{show(value)} is not one of {', '.join(options)}{did_you_mean(str(value), options)}"
@@ -81,11 +86,3 @@ def _describe(item: Any, cls: type[Config]) -> str:
     if noun and kind.endswith(("_type", "_from_float", "_parsing")):
         return f"expected {noun}, got {show(value)}"
     return f"{item['msg'].replace('Input should be', 'must be')}, got {show(value)}"
-
-
-def _section(cls: type[Config], loc: Sequence[str | int]) -> type[Config] | None:
-    """The class of the section at `loc`, to know which options there are."""
-    section: type[Config] | None = cls
-    for part in loc:
-        section = section.section(str(part)) if section else None
-    return section

@@ -6,38 +6,19 @@ registered as "percentile", so a new plug-in needs no edit here.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from pydantic import ConfigDict, PlainValidator, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
 from sparsebit.config import schema
 from sparsebit.config.base import Config
-from sparsebit.config.messages import unknown_option
 from sparsebit.errors import ConfigError
 from sparsebit.registry import Registry, plain_name
-
-
-class _Given(NamedTuple):
-    """What the file says about the plug-in `name`, on its way to the validator."""
-
-    owner: type[PluginConfig]
-    name: str
-    value: Any
-
-
-def _read_params(given: _Given, info: ValidationInfo) -> Config:
-    params = given.owner.section(given.name)
-    if params is None:
-        raise ConfigError(unknown_option(given.name, given.owner.option_names()))
-    return params.model_validate(given.value, context=info.context)
-
 
 Section = type[Config]  # inside the class below, `type` is an option
 
 
 class PluginConfig(Config):
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_read_params)]]
     selector: ClassVar[str] = "type"  # the option that names the plug-in; subclasses define it
 
     @classmethod
@@ -67,8 +48,16 @@ class PluginConfig(Config):
         return str(plain_name(value))
 
     @classmethod
-    def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return {k: v if k in cls.model_fields else _Given(cls, k, v) for k, v in options.items()}
+    def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> Any:
+        """The options of one plug-in."""
+        params = cls.section(name)
+        if params is None:
+            return super().read_extra(name, value, info)
+        return params.model_validate(value, context=info.context)
+
+    @classmethod
+    def is_option(cls, key: str) -> bool:
+        return super().is_option(key) or key in cls.registry()
 
     @classmethod
     def key(cls, name: str) -> str:
@@ -92,7 +81,7 @@ class PluginConfig(Config):
 
     def _absent(self, key: str) -> Any:
         if key not in self.registry():
-            raise AttributeError(key)
+            return super()._absent(key)
         params = self.params(key)
         if not self.is_frozen():
             self._set(key, params)  # so that `cfg.OBSERVER.PERCENTILE.ALPHA = 0.01` is kept

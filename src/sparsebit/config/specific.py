@@ -12,22 +12,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, WithJsonSchema
+from pydantic import BeforeValidator, ValidationInfo, WithJsonSchema
 
 from sparsebit.config.messages import show
+from sparsebit.config.values import is_text, literal
 from sparsebit.errors import ConfigError
 
 _OVERRIDES = {"type": "object", "additionalProperties": {"type": ["array", "object"]}}
 _SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
 
 
-def normalise(value: Any) -> list[dict[str, list[Any]]]:
+def normalise(value: Any, info: ValidationInfo) -> list[dict[str, list[Any]]]:
     """Any accepted form -> a list of {pattern: [KEY, value, ...]} with upper-case keys."""
+    read = literal if is_text(info) else _unchanged
     rules = [] if value is None else [value] if hasattr(value, "items") else value
     if not isinstance(rules, (list, tuple)) or not all(hasattr(rule, "items") for rule in rules):
         raise ConfigError(f"expected a list of {{pattern: [KEY, value, ...]}}, got {show(value)}")
     return [
-        {str(pattern): _pairs(pairs, f"[{i}][{str(pattern)!r}]") for pattern, pairs in rule.items()}
+        {str(pattern): _pairs(pairs, f"[{i}][{str(pattern)!r}]", read) for pattern, pairs in rule.items()}
         for i, rule in enumerate(rules)
     ]
 
@@ -35,16 +37,20 @@ def normalise(value: Any) -> list[dict[str, list[Any]]]:
 Overrides = Annotated[list[dict[str, list[Any]]], BeforeValidator(normalise), WithJsonSchema(_SCHEMA)]
 
 
-def _pairs(pairs: Any, where: str) -> list[Any]:
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _pairs(pairs: Any, where: str, read: Callable[[Any], Any]) -> list[Any]:
     if hasattr(pairs, "items"):
-        return list(_flat(pairs))
+        pairs = list(_flat(pairs))
     if not isinstance(pairs, (list, tuple)) or len(pairs) % 2:
         raise ConfigError(f"{where}: expected [KEY, value, KEY, value, ...], got {show(pairs)}")
     if not all(isinstance(key, str) for key in pairs[::2]):
         raise ConfigError(
             f"{where}: expected a key such as QUANTIZER.BIT before each value, got {show(pairs)}"
         )
-    return [item if i % 2 else item.upper() for i, item in enumerate(pairs)]
+    return [read(item) if i % 2 else item.upper() for i, item in enumerate(pairs)]
 
 
 def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:

@@ -61,8 +61,10 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
-def write_yaml(data: Mapping[str, Any]) -> str:
-    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False)
+def write_yaml(data: Mapping[str, Any], **options: Any) -> str:
+    """`options` are those of `yaml.dump`."""
+    text: str = yaml.dump(dict(data), Dumper=_Dumper, **{"sort_keys": False, **options})
+    return text
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -24,7 +24,7 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
     changed = {name: [q.bit, q.absorbed, q.is_symmetric, q.use_quant] for name, q in _all_quantizers(qmodel)}
     about = {"quantizers": changed, "training": qmodel.training}
     write_whole(folder / WEIGHTS, save(state, {"sparsebit": json.dumps(about)}))
-    write_whole(folder / CONFIG, qmodel.cfg.dump().encode())
+    write_whole(folder / CONFIG, qmodel.cfg.without_new_keys().dump().encode())
 
 
 def load_checkpoint(build: Callable[[Path], Any], folder: Path) -> Any:

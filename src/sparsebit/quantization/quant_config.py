@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from sparsebit.config import Config, PluginConfig, did_you_mean
-from sparsebit.config.messages import STARTS_WITH_KEY
+from sparsebit.config.messages import STARTS_WITH_KEY, show
 from sparsebit.config.specific import Overrides, resolve, unmatched, variants
+from sparsebit.config.values import is_text, literal
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
@@ -44,9 +45,6 @@ DEFAULT_PRESET = "w8a8"
 class ScheduleConfig(Config):
     """Passes over the graph. Extra entries switch fusions that users register themselves."""
 
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, bool]
-
     fuse_bn: bool = Field(False, description="fold batch norms into the convolution before them")
     bn_tuning: bool = Field(
         False, description="re-estimate batch norms after quantization; keeps them unfused"
@@ -62,6 +60,18 @@ class ScheduleConfig(Config):
     def verify(self) -> None:
         if self.bn_tuning:  # there is nothing left to tune once batch norms are folded
             self._set("fuse_bn", False)
+
+    @classmethod
+    def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> bool:
+        """The switch of a task."""
+        value = literal(value) if is_text(info) else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"expected true or false, got {show(value)}")
+        return value
+
+    @classmethod
+    def is_option(cls, key: str) -> bool:
+        return True
 
     def enabled(self, task: str) -> bool:
         """Whether a pass runs; one that nobody mentions does."""

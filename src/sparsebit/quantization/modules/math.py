@@ -26,6 +26,7 @@ from sparsebit.quantization.modules.normalization import (
     QLayerNorm,
     QRMSNorm,
 )
+from sparsebit.quantization.modules.pool import QMean as QMean  # Legacy: the original has it in this file
 from sparsebit.quantization.modules.python_builtins import QGetItem
 from sparsebit.quantization.modules.shape import Expand, Flatten, Permute, Reshape, Squeeze, Transpose
 from sparsebit.quantization.modules.unary import Cast, Clone, Contiguous, Dropout

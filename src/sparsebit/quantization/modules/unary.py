@@ -6,7 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from sparsebit.quantization.modules.activations import (
+    QSoftmax as QSoftmax,
+)  # Legacy: the original has it in this file
 from sparsebit.quantization.modules.base import Opr, QuantOpr, Value, define, register_qmodule, spelled
+from sparsebit.quantization.modules.index import Where as Where  # Legacy: the original has it in this file
 
 
 @register_qmodule(sources=[nn.Identity])

@@ -14,6 +14,22 @@ from sparsebit.quantization.observers import register_observer
 from sparsebit.quantization.observers.base import HistogramObserver
 
 
+def get_best_threshold(data: Tensor, bit: int = 8) -> float:
+    """Legacy: the threshold on |x| for all values of `data` together, found by the search of this observer.
+
+    Data of both signs has half of the codes for each sign. Data of one sign has all of them.
+    """
+    values = torch.as_tensor(data).detach().float().flatten()
+    sizes = values[values != 0].abs().cpu()
+    if not len(sizes):
+        return 0.0
+    one_sided = bool((values >= 0).all() or (values <= 0).all())
+    levels = 2**bit - 1 if one_sided else 2 ** (bit - 1)
+    counts = torch.histc(sizes, KL_BINS, 0, float(sizes.max())).double()[None]
+    kept = kl_threshold(counts, torch.tensor([levels]))
+    return float(kept / KL_BINS * sizes.max())
+
+
 @register_observer
 class KLHistogramObserver(HistogramObserver):
     TYPE = "kl_histogram"

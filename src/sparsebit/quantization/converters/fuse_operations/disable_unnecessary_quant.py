@@ -7,13 +7,15 @@ clip keeps its quantizer. (A Linear is integer with float output too.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.common import Backend
+from sparsebit.quantization.converters.utils import InputMatchingType, MatchingNode, ReplacePatternBase
 from sparsebit.quantization.modules.activations import (
     QCELU,
     QELU,
@@ -64,12 +66,21 @@ FOLLOWERS: dict[tuple[Any, ...], tuple[Any, ...]] = {  # producers -> activation
 
 def _absorb(m: Match) -> fx.Node | None:
     follower = m.module("follower")
-    if follower.input_quantizer is None or follower.input_quantizer.absorbed:
-        return m.decline("has no active quantizer")
-    if isinstance(follower, SMOOTH) and _wants_integer_output(m.module("producer"), follower.input_quantizer):
-        return m.decline("keeps the convolution in front of it integer")
+    why = _why_kept(m.module("producer"), follower)
+    if why:
+        return m.decline(why)
     follower.set_fake_fused()
     return m.anchor
+
+
+def _why_kept(producer: Any, follower: Any) -> str:
+    """Why the follower keeps its quantizer; empty if it needs none."""
+    quantizer = getattr(follower, "input_quantizer", None)
+    if quantizer is None or quantizer.absorbed:
+        return "has no active quantizer"
+    if isinstance(follower, SMOOTH) and _wants_integer_output(producer, quantizer):
+        return "keeps the convolution in front of it integer"
+    return ""
 
 
 def _wants_integer_output(conv: Any, behind: Quantizer) -> bool:
@@ -97,3 +108,57 @@ RULES = [
 )
 def disable_unnecessary_quant(gm: fx.GraphModule, ctx: Any) -> int:
     return sum(rule.apply(gm) for rule in RULES)
+
+
+# -- Legacy: the class form of the original API ----------------------------------------------------------
+def make_chain_connection(op_types: Sequence[Any]) -> list[MatchingNode]:
+    """Legacy: a pattern of ops that read each other: `[QConv2d, (QReLU, QReLU6)]`, first the op, then its reader."""
+    nodes: list[MatchingNode] = []
+    for i, ops in enumerate(op_types):
+        kinds = list(ops) if isinstance(ops, (tuple, list, set, frozenset)) else [ops]
+        before = [nodes[-1].name] if nodes else []
+        nodes.append(MatchingNode(f"op_{i}", before, kinds, input_match_type=InputMatchingType.SUBSET))
+    return nodes
+
+
+class ReplacePattern_DisableQuant(ReplacePatternBase):
+    """Legacy: the last op of a chain needs no quantizer; without a chain, all chains of `ReplacePatterns`."""
+
+    def __init__(self, nodes: list[MatchingNode] | None = None):
+        self._chain = nodes or []
+        super().__init__()
+
+    def make_nodes(self) -> list[MatchingNode]:
+        return self._chain
+
+    def make_joint_checkers(self) -> list[Any]:
+        names = [node.name for node in self.make_nodes()[-2:]]
+
+        def needs_none(*nodes: fx.Node, modules: dict[str, Any]) -> bool:
+            return not _why_kept(modules[names[0]], modules[names[-1]])
+
+        return [(names, needs_none)]
+
+    def get_new_graph(
+        self,
+        nodes_dict: dict[str, fx.Node],
+        modules_dict: dict[str, nn.Module],
+        model: fx.GraphModule,
+        transform_idx: int,
+    ) -> dict[str, fx.Node]:
+        last = self.nodes[-1].name
+        follower: Any = modules_dict[last]
+        follower.set_fake_fused()
+        return {last: nodes_dict[last]}
+
+    def apply(self, m: fx.GraphModule) -> bool:
+        if self.nodes:
+            return super().apply(m)
+        changed = [pattern.apply(m) for pattern in ReplacePatterns]
+        return any(changed)
+
+
+ReplacePatterns = [
+    ReplacePattern_DisableQuant(make_chain_connection([producers, followers]))
+    for producers, followers in FOLLOWERS.items()
+]

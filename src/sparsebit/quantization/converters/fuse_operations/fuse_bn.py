@@ -14,6 +14,7 @@ from sparsebit.graph.ops import module_calls, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import CLIPS, SMOOTH
+from sparsebit.quantization.converters.utils.pass_pattern import PassPattern
 from sparsebit.quantization.modules.activations import QGELU
 from sparsebit.quantization.modules.base import QuantOpr
 from sparsebit.quantization.modules.conv import (
@@ -66,6 +67,12 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
         Rule("fuse_bn", Pat(bn, Pat(layers, name="conv"), name="bn"), fold) for bn, layers in LAYERS.items()
     )
     return sum(rule.apply(gm) for rule in rules)
+
+
+class ReplacePattern(PassPattern):
+    """Legacy: fuse_bn as a class."""
+
+    graph_pass = fuse_bn
 
 
 def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:

@@ -14,7 +14,7 @@ from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.base import QuantOpr
 
 
-@graph_pass("softmax_grids", keeps_output=True)
+@graph_pass("softmax_grids", when=lambda cfg: cfg.schedule.enabled("softmax_grids"), keeps_output=True)
 def softmax_grids(gm: fx.GraphModule, ctx: object) -> int:
     found = 0
     for node in gm.graph.nodes:
