@@ -74,6 +74,15 @@ def find(args: argparse.Namespace) -> tuple[Path, Path]:
     return folder, folder
 
 
+def check(args: argparse.Namespace) -> None:
+    """Refuses here what every process would refuse after it has loaded the model."""
+    described = find(args)[1]
+    sequences(tokenizer_of(described), args.data, args.cutoff_len)
+    blocks = json.loads((described / "config.json").read_text()).get("num_hidden_layers", args.stages)
+    if args.stages > blocks:
+        raise ConfigError(f"--stages {args.stages}: the model has {blocks} blocks; start fewer processes")
+
+
 def packed(folder: Path, args: argparse.Namespace, rank: int) -> Path:
     """The folder of the packed model; process 0 makes it where it is missing."""
     if is_packed(folder):
@@ -110,7 +119,7 @@ def train(args: argparse.Namespace, rank: int, ranks: int) -> list[float]:
             given = (part["input_ids"].to(place.device),) if stage.first else ()
             target = {"target": part["labels"].to(place.device), "losses": losses} if stage.last else {}
             schedule.step(*given, **target)
-            total += sum(float(loss) for loss in losses)
+            total += sum(float(loss.detach()) for loss in losses)
         for p in trained:
             p.grad.div_(count)
         optimizer.step()
@@ -168,9 +177,7 @@ def main(arguments: list[str] | None = None) -> list[float] | None:
     with parser.refusing():
         check_packages("peft", extra="qlora")
         if "RANK" not in os.environ:
-            sequences(
-                tokenizer_of(find(args)[1]), args.data, args.cutoff_len
-            )  # refused here, not in each process
+            check(args)
             start(sys.argv[1:] if arguments is None else arguments, args.stages)
             return None
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
