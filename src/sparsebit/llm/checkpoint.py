@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,22 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
     dense = config.get("sparsebit", {}).get("format") == "dense"
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
-    model = copy.deepcopy(model) if model is not None else _skeleton(folder, config)
+    model = copy.deepcopy(model) if model is not None else skeleton(folder)
     files = tensor_files(folder)
     if dense:
-        _fill(model, files, set(files), dtype)
+        names = set(files)
+        fill(model, names, read_tensors(files, sorted(names)), dtype)
         return model.eval()
     layout = format_of(settings)
     leaf = layout.suffixes[0]
-    names = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
+    layers = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
     if config.get("sparsebit", {}).get("unfolded"):
         unfold(model.get_submodule(config["sparsebit"]["blocks"]))
-    for name, spec in layout.specs(settings, names).items():
+    for name, spec in layout.specs(settings, layers).items():
         _swap(model, name, files, layout, spec, dtype)
-    packed = tuple(f"{name}.{suffix}" for name in names for suffix in layout.suffixes)
-    _fill(model, files, set(files) - set(packed) - {f"{n}.bias" for n in names}, dtype)
+    packed = {f"{layer}.{suffix}" for layer in layers for suffix in (*layout.suffixes, "bias")}
+    names = set(files) - packed
+    fill(model, names, read_tensors(files, sorted(names)), dtype)
     return model.eval()
 
 
@@ -59,14 +62,7 @@ def _swap(
     spec: QuantSpec,
     dtype: torch.dtype | None,
 ) -> None:
-    parent, _, leaf = name.rpartition(".")
-    try:
-        owner = model.get_submodule(parent)
-        old = getattr(owner, leaf)
-    except AttributeError:
-        raise ConfigError(
-            f"model: has no layer {name!r}, which the checkpoint holds; pass the right model"
-        ) from None
+    owner, leaf, old = find_layer(model, name)
     keys = [f"{name}.{s}" for s in (*layout.suffixes, "bias") if f"{name}.{s}" in files]
     tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_tensors(files, keys)}
     bias = tensors.pop("bias", None)
@@ -74,14 +70,28 @@ def _swap(
     setattr(owner, leaf, layout.layer(layout.decode(tensors, spec), bias, kind))
 
 
-def _fill(model: nn.Module, files: dict[str, Path], names: set[str], dtype: torch.dtype | None) -> None:
+def find_layer(model: nn.Module, name: str) -> tuple[nn.Module, str, Any]:
+    """The module that owns a layer, the layer's name in it, and the layer."""
+    parent, _, leaf = name.rpartition(".")
+    try:
+        owner = model.get_submodule(parent)
+        return owner, leaf, getattr(owner, leaf)
+    except AttributeError:
+        raise ConfigError(
+            f"model: has no layer {name!r}, which the checkpoint holds; pass the right model"
+        ) from None
+
+
+def fill(
+    model: nn.Module, names: set[str], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None
+) -> None:
     """Everything that is not packed; parameters without memory get the stored tensor itself."""
     _untie(model, names)
     state = model.state_dict(keep_vars=True)
     unknown = sorted(names - set(state))
     if unknown:
         raise ConfigError(f"model: has no {unknown[0]!r}, which the checkpoint holds; pass the right model")
-    for name, tensor in read_tensors(files, sorted(names)):
+    for name, tensor in tensors:
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         _assign(model, name, tensor, state[name])
@@ -122,8 +132,9 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, old: Tensor) -> None:
         owner._buffers[leaf] = tensor
 
 
-def _skeleton(folder: Path, config: dict[str, Any]) -> nn.Module:
-    if not config.get("model_type"):
+def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The model of transformers that config.json describes, without weights."""
+    if not json.loads((folder / "config.json").read_text()).get("model_type"):
         raise ConfigError(
             "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
         )
@@ -132,6 +143,8 @@ def _skeleton(folder: Path, config: dict[str, Any]) -> nn.Module:
     settings = AutoConfig.from_pretrained(folder)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
+    if dtype is not None:
+        settings.dtype = dtype
     with weightless():
         model: nn.Module = AutoModelForCausalLM.from_config(settings)
     return model
