@@ -97,6 +97,7 @@ class Observer(nn.Module):
     TYPE: ClassVar[str] = ""
     min_val: Tensor  # the range last computed: () before, (1,) or (channels,) after
     max_val: Tensor
+    kept: list[Tensor]  # whole batches, see data_cache
 
     class Params(Config):
         """Options of an observer, read from OBSERVER.<TYPE> of the config."""
@@ -135,7 +136,7 @@ class Observer(nn.Module):
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self.batches = 0
-        self.kept: list[Tensor] = []  # whole batches, see data_cache
+        self.kept = []
 
     # -- seeing data ---------------------------------------------------------------------------------
     @torch.no_grad()
