@@ -202,11 +202,13 @@ class Observer(nn.Module):
     @torch.no_grad()
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point, (channels,) or (1,); the range is kept as `min_val` and `max_val`."""
-        self.seen_range()
-        home = self.min_val.device
-        low, high = self.calc_minmax()
-        self.min_val, self.max_val = (t.detach().float().reshape(-1).to(home) for t in (low, high))
+        self._set_range(*self.seen_range())  # where calc_minmax() of a user's class finds it
+        self._set_range(*self.calc_minmax())
         return self.calc_qparams_with_minmax(self.min_val, self.max_val)
+
+    def _set_range(self, low: Tensor, high: Tensor) -> None:
+        home = self.min_val.device
+        self.min_val, self.max_val = (t.detach().float().reshape(-1).to(home) for t in (low, high))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
         qparams = qparams_from_minmax(min_val, max_val, self.spec)
