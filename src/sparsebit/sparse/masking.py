@@ -155,12 +155,14 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
 def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
     """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
     oprs, statistics = oprs_of(model), statistics_of(model)
+    by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
     read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
     stay = [
         part.labels
         for part in walk.slices.values()
         if (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
         and mask_at(model, part.path, oprs) is None
+        and part.path.rpartition(".")[0] not in by_themselves
     ]
     stay += [labels for path, labels in walk.normed.items() if not hasattr(oprs.get(path), "kept")]
     stay += [labels for name, labels in walk.statistics.items() if name not in statistics]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.names import inside_of_whole
@@ -156,6 +156,13 @@ def copies(model: nn.Module, copied: nn.Module) -> dict[int, Tensor]:
     """For copy.deepcopy: what is a tensor of the model is the same tensor of its copy."""
     theirs = dict(named_tensors(copied))
     return {id(tensor): theirs[path] for path, tensor in named_tensors(model) if path in theirs}
+
+
+def copy_over_same(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph and its modules, over the same tensors."""
+    made = copy.deepcopy(gm, {id(t): t for _, t in named_tensors(gm)})
+    made.meta = dict(gm.meta)
+    return made
 
 
 def own_memory(gm: nn.Module) -> None:

@@ -115,7 +115,7 @@ class SparseModel(nn.Module):
             ):  # refit() compares with it, and training changes the other
                 self._hidden["given"] = own_copy(source)
             sharing.share(plain, source, origins)
-        self.model = MaskedGraph.like(plain)
+        self.model = sharing.copy_over_same(plain)
 
     # -- the parameters that it shares ---------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModel:
@@ -206,7 +206,7 @@ class SparseModel(nn.Module):
             self.example = _alone((args, kwargs))
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            self.calc_params(**waiting)
+            SparseModel.calc_params(self, **waiting)  # a subclass may have another one
         return self.model(*args, **kwargs)
 
     # -- what goes -----------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ class SparseModel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.model = MaskedGraph.like(self.model)  # pickle makes a plain graph
+        self.model = MaskedGraph.of(self.model)  # pickle makes a plain graph
         sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
