@@ -384,6 +384,21 @@ def test_they_stay_together(name):
         assert shared(other, other._hidden["source"])
 
 
+def test_a_weight_of_an_embedding_and_of_a_linear_layer():
+    """Single weights of the linear layer are masked, those of the embedding are not: the result has two weights."""
+    model, x = Tied(), torch.randint(0, 12, (2, 3))
+    smodel = SparseModel(model, config())
+    assert smodel.model.head.weight is smodel.model.embed.weight is model.embed.weight
+    smodel.calc_params()
+    small = smodel.compact()
+    assert torch.equal(small(x), smodel(x)) and torch.equal(small.embed.weight, model.embed.weight)
+    assert int((small.head.weight == 0).sum()) == 36
+    smodel.set_ratio(0.0)
+    smodel.calc_params()
+    small = smodel.compact()
+    assert small.head.weight is small.embed.weight
+
+
 @pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "prune"])
 def test_weights_that_are_computed_cannot_be_shared_and_it_says_so(wrap, caplog):
     layer = nn.Linear(6, 4)

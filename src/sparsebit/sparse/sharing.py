@@ -54,10 +54,9 @@ class Origins:
         self.copies: dict[int, tuple[Tensor, Link]] = {}  # by identity
         self.memory: dict[int, tuple[Tensor, Link]] = {}  # by the address of the memory
         for path, tensor in named_tensors(gm):
-            inside = inside_of_whole(path)
-            home = (
-                inside if inside in theirs else inside.removeprefix("0.")
-            )  # a single layer was put in a list
+            home = inside_of_whole(path)
+            if home not in theirs:
+                home = home.removeprefix("0.")  # a model of a single layer was put in a list
             if home in theirs and _alike(theirs[home], tensor):
                 self.copies[id(tensor)] = (tensor, Link(home))
                 self.memory.setdefault(_address(tensor), (tensor, Link(home)))
@@ -73,7 +72,7 @@ class Origins:
         if known is None:
             return None
         whole, link = known
-        offset = tensor.storage_offset() - whole.storage_offset()
+        offset = int(tensor.storage_offset() - whole.storage_offset())
         return Link(link.path, (tensor.shape, tensor.stride(), offset))
 
 

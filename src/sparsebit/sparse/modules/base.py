@@ -67,8 +67,9 @@ class SparseOpr(nn.Module):
         """
         weight = getattr(self, "weight", None)
         if weight is None or weight.dim() < 2:  # a norm keeps what it reads
-            for name in self.layer_parameters() if pre_mask is not None else ():
-                self.mask_of(name).copy_(pre_mask)
+            if pre_mask is not None:
+                for name in self.layer_parameters():
+                    self.mask_of(name).copy_(pre_mask)
             return pre_mask
         mask = self.sparser.calc_mask(weight)
         self.mask_of("weight").copy_(mask)
