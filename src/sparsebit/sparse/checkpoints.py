@@ -54,11 +54,11 @@ def _masks_of_others(smodel: Any, state: Mapping[str, Any]) -> dict[str, Tensor]
             continue
         front = state.get(f"{places.get(before.get(path, ''), '')}w_mask")
         for name, mask in opr.named_buffers(recurse=False):
-            if mask.dtype == torch.bool:
-                is_known = isinstance(front, Tensor) and len(front) == len(mask)
-                found[places[path] + name] = (
-                    front.bool().flatten(1).any(1) if is_known else torch.ones_like(mask)
-                )
+            if mask.dtype != torch.bool:
+                continue
+            found[places[path] + name] = torch.ones_like(mask)
+            if isinstance(front, Tensor) and len(front) == len(mask):
+                found[places[path] + name] = front.bool().flatten(1).any(1)
     return found
 
 

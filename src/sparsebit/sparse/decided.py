@@ -17,14 +17,8 @@ from sparsebit.errors import ConfigError
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.labels import FIXED
 from sparsebit.sparse.masking import owner_of
-from sparsebit.sparse.modules import SparseOpr
 
 Oprs = dict[str, Any]  # module path -> SparseOpr
-
-
-def has_own_mask(opr: Any) -> bool:
-    """Whether the class of this layer defines calc_mask(pre_mask)."""
-    return type(opr).calc_mask is not SparseOpr.calc_mask
 
 
 def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
@@ -70,7 +64,7 @@ def ask_layers(gm: fx.GraphModule, oprs: Oprs, share: float, norms: bool = False
     pre_mask is what the layer in front told. The original gave what the call before told, whoever reads it.
     norms   only of norms: the other layers have their masks
     """
-    asked = {path for path, opr in oprs.items() if has_own_mask(opr) and (_is_norm(opr) or not norms)}
+    asked = {path for path, opr in oprs.items() if opr.masks_itself and (_is_norm(opr) or not norms)}
     told: dict[str, Any] = {}
     passed: dict[fx.Node, Any] = {}  # what a node keeps of its channels, if that is known
     for node in gm.graph.nodes:

@@ -17,7 +17,7 @@ from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
 from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse.opened import attention_mask, closed_blocks, open_blocks
 from sparsebit.sparse.running import Call, Runner
-from sparsebit.sparse.sharing import Origins, connect, named_tensors
+from sparsebit.sparse.sharing import Origins, connect, copy_over_same
 
 log = logging.getLogger("sparsebit")
 
@@ -28,7 +28,7 @@ def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
     The tensors stay the same ones, or parts of their memory.
     """
     if closed_blocks(gm):
-        opened = copy.deepcopy(gm, {id(t): t for _, t in named_tensors(gm)})
+        opened = copy_over_same(gm)
         open_blocks(opened)
         if _same(opened, gm, example):
             gm = trace(opened, FormTracer(), example).eval()

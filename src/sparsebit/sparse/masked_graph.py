@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,17 +35,15 @@ class MaskedGraph(fx.GraphModule):
     """`smodel.model.layer1[0]`, `.get_submodule("layer1.0")` and `.layer1_0`, the name of torch.fx, are one layer."""
 
     @classmethod
-    def like(cls, plain: fx.GraphModule) -> MaskedGraph:
-        """The same graph over the same tensors; its modules are copies."""
-        tensors = [*plain.parameters(), *plain.buffers()]
-        copied = copy.deepcopy(plain, {id(t): t for t in tensors})
-        gm = cls(copied, copied.graph, type(plain).__name__)
-        gm.meta = dict(plain.meta)
-        set_training(gm, training_flags(plain))
-        for module in gm.modules():
+    def of(cls, gm: fx.GraphModule) -> MaskedGraph:
+        """The same graph over the same layers."""
+        made = cls(gm, gm.graph, type(gm).__name__)
+        made.meta = gm.meta
+        set_training(made, training_flags(gm))
+        for module in made.modules():
             if type(module) is nn.Module:  # what torch.fx puts where no call needs the module itself
                 module.__class__ = Container
-        return gm
+        return made
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -85,6 +82,5 @@ def at_paths(gm: fx.GraphModule, plain: fx.GraphModule) -> MaskedGraph:
         gm.delete_submodule(old)
     if moved:
         gm.recompile()
-    made = gm if isinstance(gm, MaskedGraph) else MaskedGraph.like(gm)
-    made.meta = {**plain.meta, **gm.meta}
-    return made
+    gm.meta = {**plain.meta, **gm.meta}
+    return MaskedGraph.of(gm)

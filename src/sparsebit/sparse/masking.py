@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from sparsebit.errors import SparsebitError
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.trace import own_copy
 from sparsebit.sparse.channel_rules.pointwise import over_given_axes
 from sparsebit.sparse.channel_rules.zeros import divisors
 from sparsebit.sparse.channels import Walk
@@ -155,12 +158,14 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
 def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
     """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
     oprs, statistics = oprs_of(model), statistics_of(model)
+    by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
     read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
     stay = [
         part.labels
         for part in walk.slices.values()
         if (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
         and mask_at(model, part.path, oprs) is None
+        and part.path.rpartition(".")[0] not in by_themselves
     ]
     stay += [labels for path, labels in walk.normed.items() if not hasattr(oprs.get(path), "kept")]
     stay += [labels for name, labels in walk.statistics.items() if name not in statistics]
@@ -212,12 +217,13 @@ def reset_masks(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def bake(model: fx.GraphModule, target: nn.Module) -> list[str]:
+def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[str]:
     """Give `target`, which has the layers of `model`, its weights of now, masked and gated.
 
+    tied   a weight of two layers stays one; else it becomes two where they have different masks
     Returns the weights that `target` has no place for.
     """
-    new: dict[int, nn.Parameter] = {}
+    new: dict[int, list[nn.Parameter]] = {}
     homeless = []
     oprs, places = oprs_of(model), _Places(target)
     whole = divisors(model)
@@ -229,9 +235,14 @@ def bake(model: fx.GraphModule, target: nn.Module) -> list[str]:
             continue
         opr, inner = owner_of(inside_of_whole(path), oprs)
         mask = None if path in whole else mask_at(model, path, oprs)
-        value = opr.masked(inner) if opr is not None else p if mask is None else p * mask
-        new.setdefault(id(p), nn.Parameter(value.detach().clone(), p.requires_grad))
-        store[name] = new[id(p)]
+        value = p if mask is None else p * mask
+        value = (value if opr is None else opr.masked(inner)).detach()
+        made = new.setdefault(id(p), [])
+        same = next((other for other in made if tied or torch.equal(other, value)), None)
+        if same is None:
+            same = nn.Parameter(value.clone(), p.requires_grad)
+            made.append(same)
+        store[name] = same
     for path, b in model.named_buffers(remove_duplicate=False):
         store, name = places.find(path, "_buffers")
         if store is not None:
@@ -241,6 +252,22 @@ def bake(model: fx.GraphModule, target: nn.Module) -> list[str]:
         if isinstance(place, nn.RNNBase):
             place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]
     return homeless
+
+
+def baked(model: fx.GraphModule, source: nn.Module, plain: fx.GraphModule, kind: str) -> nn.Module:
+    """A copy of the user's model with the weights of now; of its graph, where its code holds weights, not layers."""
+    tied = kind == "structured"
+    own = own_copy(source)
+    if not bake(model, own, tied):
+        return own
+    graph = copy.deepcopy(plain)
+    homeless = bake(model, graph, tied)
+    if homeless:
+        raise SparsebitError(
+            f"compact: the model as it was given has no place for {homeless[0]}; keep the names of its layers and of "
+            f"their parameters in your own layers"
+        )
+    return graph
 
 
 class _Places:

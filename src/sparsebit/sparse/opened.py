@@ -106,10 +106,10 @@ def _thirds(whole: nn.Parameter) -> list[Any]:
     return [nn.Parameter(part, whole.requires_grad) for part in whole.detach().chunk(3)]
 
 
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+def _linear(weight: Any, bias: Any) -> nn.Linear:
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     made.weight = weight
-    made.bias = bias  # type: ignore[assignment]
+    made.bias = bias
     return made
 
 

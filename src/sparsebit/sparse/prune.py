@@ -108,14 +108,16 @@ def guarded(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def may_be_refused(gm: fx.GraphModule, kind: str) -> bool:
-    """Whether inputs are constants in a graph that was traced without an example, and calls may well give them.
+def first_is_optional(model: nn.Module) -> bool:
+    """`forward(self, input_ids=None)`: a trace without an example would make a constant of what is always given."""
+    check_model(model)
+    inputs = list(inspect.signature(model.forward).parameters.values())
+    return bool(inputs) and inputs[0].default is None
 
-    Where channels go, a graph is worth more: then only one counts whose first input is such a constant.
-    """
-    inputs = list(gm.meta["signature"].parameters)
-    constant = [name for name, value in gm.meta["fixed"].items() if value is None or value == {}]
-    return bool(constant) and (kind == "unstructured" or inputs[0] in constant)
+
+def has_optional(gm: fx.GraphModule) -> bool:
+    """Whether the graph, traced without an example, refuses inputs that calls may well give."""
+    return any(value is None or value == {} for value in gm.meta["fixed"].values())
 
 
 def one_node(model: nn.Module, why: str) -> fx.GraphModule:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.sparse.names import inside_of_whole
@@ -54,10 +54,9 @@ class Origins:
         self.copies: dict[int, tuple[Tensor, Link]] = {}  # by identity
         self.memory: dict[int, tuple[Tensor, Link]] = {}  # by the address of the memory
         for path, tensor in named_tensors(gm):
-            inside = inside_of_whole(path)
-            home = (
-                inside if inside in theirs else inside.removeprefix("0.")
-            )  # a single layer was put in a list
+            home = inside_of_whole(path)
+            if home not in theirs:
+                home = home.removeprefix("0.")  # a model of a single layer was put in a list
             if home in theirs and _alike(theirs[home], tensor):
                 self.copies[id(tensor)] = (tensor, Link(home))
                 self.memory.setdefault(_address(tensor), (tensor, Link(home)))
@@ -73,7 +72,7 @@ class Origins:
         if known is None:
             return None
         whole, link = known
-        offset = tensor.storage_offset() - whole.storage_offset()
+        offset = int(tensor.storage_offset() - whole.storage_offset())
         return Link(link.path, (tensor.shape, tensor.stride(), offset))
 
 
@@ -156,6 +155,13 @@ def copies(model: nn.Module, copied: nn.Module) -> dict[int, Tensor]:
     """For copy.deepcopy: what is a tensor of the model is the same tensor of its copy."""
     theirs = dict(named_tensors(copied))
     return {id(tensor): theirs[path] for path, tensor in named_tensors(model) if path in theirs}
+
+
+def copy_over_same(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph and its modules, over the same tensors."""
+    made = copy.deepcopy(gm, {id(t): t for _, t in named_tensors(gm)})
+    made.meta = dict(gm.meta)
+    return made
 
 
 def own_memory(gm: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
-from sparsebit.sparse.decided import has_own_mask, mask_by_sparser
+from sparsebit.sparse.decided import mask_by_sparser
 from sparsebit.sparse.sparsers.base import by_output, cannot_judge
 
 
@@ -47,5 +47,5 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
 def _matrices(oprs: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for path, opr in oprs.items():
         for name, p in opr.layer_parameters().items():
-            if p.dim() > 1 and not isinstance(opr, nn.Embedding) and not has_own_mask(opr):
+            if p.dim() > 1 and not isinstance(opr, nn.Embedding) and not opr.masks_itself:
                 yield path, opr, name

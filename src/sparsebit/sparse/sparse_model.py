@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
+from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import to_device
 from sparsebit.graph.trace import own_copy, unwrapped
 from sparsebit.graph.training import evaluating, set_training, training_flags
@@ -32,8 +32,18 @@ from sparsebit.sparse.choosing import choose_channels
 from sparsebit.sparse.compacting import compact
 from sparsebit.sparse.decided import ask_layers
 from sparsebit.sparse.masked_graph import MaskedGraph, at_paths
+from sparsebit.sparse.names import inside_of_whole
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import call_of, first_graph, guarded, may_be_refused, one_node, simplified, traced
+from sparsebit.sparse.prune import (
+    call_of,
+    first_graph,
+    first_is_optional,
+    guarded,
+    has_optional,
+    one_node,
+    simplified,
+    traced,
+)
 from sparsebit.sparse.refit import reestimate, refit
 from sparsebit.sparse.single_weights import mask_single_weights
 from sparsebit.sparse.sparse_config import SparseConfig
@@ -84,12 +94,16 @@ class SparseModel(nn.Module):
 
     # -- the steps of the constructor ----------------------------------------------------------------
     def _trace(self, model: nn.Module) -> fx.GraphModule:
-        """The graph of the model. One that would refuse its first call stays whole: a single node."""
+        """The graph of the model: a single node, where calls may give inputs that nothing shows."""
+        why = "nothing shows which of its optional inputs are used; give an example"
+        if self.example is None and first_is_optional(model):
+            self._hidden["unshown"] = True
+            return one_node(model, why)
         gm = first_graph(model, self.example)
-        if self.example is not None or not may_be_refused(gm, self.cfg.sparser.type):
-            return gm
-        self._hidden.update(plain=guarded(gm), unshown=True)
-        return one_node(model, "nothing shows which of its optional inputs are used; give an example")
+        if self.example is None and self.cfg.sparser.type == "unstructured" and has_optional(gm):
+            self._hidden.update(plain=guarded(gm), unshown=True)
+            return one_node(model, why)
+        return gm
 
     def _run_simplifiers(self) -> None:
         """Bring the graph into the form that channel rules know."""
@@ -115,7 +129,7 @@ class SparseModel(nn.Module):
             ):  # refit() compares with it, and training changes the other
                 self._hidden["given"] = own_copy(source)
             sharing.share(plain, source, origins)
-        self.model = MaskedGraph.like(plain)
+        self.model = sharing.copy_over_same(plain)
 
     # -- the parameters that it shares ---------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModel:
@@ -151,6 +165,8 @@ class SparseModel(nn.Module):
     def disable_sparse_before_add(self) -> None:
         """Layers on the way to an addition keep all of their output: those up to the last convolution before it."""
         oprs, gm = self.oprs(), self.calls()
+        if "" in gm.meta.get("islands", {}):
+            log.warning("disable_sparse_before_add: the model is not traced; its additions are not known")
         for path in layers_before_additions(gm, oprs):
             oprs[path].sparser.set_ratio(0.0)
 
@@ -206,7 +222,7 @@ class SparseModel(nn.Module):
             self.example = _alone((args, kwargs))
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
-            self.calc_params(**waiting)
+            SparseModel.calc_params(self, **waiting)  # a subclass may have another one
         return self.model(*args, **kwargs)
 
     # -- what goes -----------------------------------------------------------------------------------
@@ -300,16 +316,8 @@ class SparseModel(nn.Module):
 
     def compact(self) -> nn.Module:
         """An ordinary module without what the masks say: smaller if structured, else with zeros."""
-        own = own_copy(self._hidden["source"])
-        if masking.bake(self.model, own):  # its code holds weights where the graph has layers
-            own = copy.deepcopy(self._hidden["plain"])
-            homeless = masking.bake(self.model, own)
-            if homeless:
-                raise SparsebitError(
-                    f"compact: the model as it was given has no place for {homeless[0]}; keep the names of "
-                    f"layers and of their parameters in your own layers"
-                )
-        set_training(own, training_flags(self.model))
+        own = masking.baked(self.model, self._hidden["source"], self._hidden["plain"], self.cfg.sparser.type)
+        set_training(own, {inside_of_whole(path): flag for path, flag in training_flags(self.model).items()})
         if all(
             bool(opr.mask_of(name).all()) for opr in self.oprs().values() for name in opr.layer_parameters()
         ):
@@ -364,7 +372,7 @@ class SparseModel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.model = MaskedGraph.like(self.model)  # pickle makes a plain graph
+        self.model = MaskedGraph.of(self.model)  # pickle makes a plain graph
         sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:

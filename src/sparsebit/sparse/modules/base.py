@@ -54,13 +54,24 @@ class SparseOpr(nn.Module):
             return torch.ones_like(self.get_parameter(parameter), dtype=torch.bool)
         return mask
 
+    @property
+    def masks_itself(self) -> bool:
+        """Whether the class defines its own calc_mask(pre_mask), as those of the original's style do."""
+        return type(self).calc_mask is not SparseOpr.calc_mask
+
     def calc_mask(self, pre_mask: Tensor | None = None) -> Tensor | None:
         """Set the masks of this layer alone, as its sparser says. calc_params() calls it where a subclass has its own.
 
         pre_mask   which channels the layer in front of this one keeps, if it told
         Returns which channels this one keeps, if whole channels go.
         """
-        mask = self.sparser.calc_mask(self.weight)
+        weight = getattr(self, "weight", None)
+        if weight is None or weight.dim() < 2:  # a norm keeps what it reads
+            if pre_mask is not None:
+                for name in self.layer_parameters():
+                    self.mask_of(name).copy_(pre_mask)
+            return pre_mask
+        mask = self.sparser.calc_mask(weight)
         self.mask_of("weight").copy_(mask)
         if self.sparser.kind == "unstructured":
             return None
