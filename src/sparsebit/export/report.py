@@ -75,9 +75,9 @@ class ExportReport:
             ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
             *c.rows(),
-            ("as users run it", _end_to_end(c.runtime)),
-            *((f"in {name}", _end_to_end(run)) for name, run in self.others.items()),
-            ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5, the highest of {len(c.floors)})"),
+            ("as users run it", str(c.runtime)),
+            *((f"in {name}", str(run)) for name, run in self.others.items()),
+            ("noise floor", f"{c.floor} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),
@@ -85,11 +85,6 @@ class ExportReport:
         return "\n".join(f"{key:<16} {text}" for key, text in rows)
 
     __repr__ = __str__
-
-
-def _end_to_end(run: Any) -> str:
-    labels = f", {run.labels_differ} of {run.labels} labels differ" if run.labels else ""
-    return f"{run.noise_db:.1f} dB, largest difference {run.largest:.2g}{labels}"
 
 
 def _counts(counts: Any) -> str:

@@ -65,7 +65,7 @@ def export_onnx(
         with files.drafting(path) as draft:
             files.write(graph, draft)
             calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
-            report = certify(qmodel, draft, calls, more, marks, lowered)
+            report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, draft, [*calls, *more], report)
             report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
@@ -99,9 +99,10 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
     calls = calls_of(batches, signature_of(qmodel), qmodel.device)
-    report = certify(qmodel, path, calls, [], marks, lowered)
+    backend = model.metadata_props["sparsebit.backend"]
+    report = certify(qmodel, path, calls, [], marks, lowered, backend)
     report.path, report.bytes = str(path), files.size_of(path)
-    report.backend, report.opset = model.metadata_props["sparsebit.backend"], model.opset_imports[""]
+    report.backend, report.opset = backend, model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
     return report
 
