@@ -1,20 +1,23 @@
 """Registry: key -> implementation. The one mechanism behind every extension point.
 
-A registry is a Mapping, refuses duplicates, and a miss names its neighbours. `discover` imports every
-file of a package, so that adding a file is all it takes to add a plug-in.
+A registry is a MutableMapping, and a miss names its neighbours. A plug-in of the user may replace a built-in one, with
+a warning; two different plug-ins of the user under one name are refused. `discover` imports every file of a package, so
+that adding a file is all it takes to add a plug-in.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import pkgutil
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from typing import Any, Generic, TypeVar
 
 from sparsebit.errors import RegistryError
 
 T = TypeVar("T")
+log = logging.getLogger("sparsebit")
 
 
 def plain_name(name: Hashable) -> Hashable:
@@ -24,7 +27,7 @@ def plain_name(name: Hashable) -> Hashable:
     return name.strip().lower().replace("-", "_").replace("_plus", "+")
 
 
-class Registry(Mapping[Any, T], Generic[T]):
+class Registry(MutableMapping[Any, T], Generic[T]):
     """Names (any letter case) or objects (module classes, functions) to implementations."""
 
     def __init__(self, what: str):
@@ -41,14 +44,26 @@ class Registry(Mapping[Any, T], Generic[T]):
         return add
 
     def add(self, keys: Iterable[Hashable], item: T, replace: bool = False) -> None:
+        """Register `item` under every key. All keys are checked before the first one is taken."""
+        keys = list(keys)
+        replaced: dict[str, list[Hashable]] = {}  # built-in plug-in -> the keys that `item` takes over
         for key in keys:
             known = self._items.get(plain_name(key))
-            if known is not None and not replace and not _same_definition(known, item):
+            if known is None or replace or _same_definition(known, item):
+                continue
+            if is_built_in(known) == is_built_in(item):
                 raise RegistryError(
                     f"{self.what} {_show(key)} is already registered by {_show(known)}; "
                     f"choose another name, or take its place with .add([{_show(key)}], ..., replace=True)"
                 )
-            self._items[plain_name(key)] = item
+            if is_built_in(known):
+                replaced.setdefault(_show(known), []).append(key)
+        for name, taken in replaced.items():
+            log.warning(
+                "%s %s: %s replaces the built-in %s in this process",
+                *(self.what, ", ".join(map(_show, taken)), _show(item), name),
+            )
+        self.update(dict.fromkeys(keys, item))
 
     def _type_of(self, item: Any) -> tuple[Hashable, ...]:
         name = getattr(item, "TYPE", None)
@@ -61,6 +76,13 @@ class Registry(Mapping[Any, T], Generic[T]):
             return self._items[plain_name(key)]
         except KeyError:
             raise RegistryError(f"unknown {self.what} {_show(key)}{self.hint(key)}") from None
+
+    def __setitem__(self, key: Hashable, item: T) -> None:
+        self._items[plain_name(key)] = item
+
+    def __delitem__(self, key: Hashable) -> None:
+        self[key]  # a miss names its neighbours
+        del self._items[plain_name(key)]
 
     def hint(self, key: Hashable) -> str:
         """`; did you mean X?`, or the list of what there is."""
@@ -88,6 +110,11 @@ class Registry(Mapping[Any, T], Generic[T]):
         for info in pkgutil.iter_modules(paths):
             if not info.name.startswith("_"):
                 importlib.import_module(f"{package}.{info.name}")
+
+
+def is_built_in(item: Any) -> bool:
+    """Is this class or function a part of Sparsebit?"""
+    return str(getattr(item, "__module__", "")).split(".")[0] == "sparsebit"
 
 
 def _same_definition(a: Any, b: Any) -> bool:

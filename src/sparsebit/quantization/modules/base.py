@@ -39,10 +39,25 @@ def register_qmodule(sources: Any) -> Callable[[M], M]:
     return add
 
 
+class Computed:
+    """An attribute that is computed when it is read, unless the object has a value of its own under that name."""
+
+    def __init__(self, function: Callable[[Any], Any]):
+        self.function = function
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        return self if owner is None else self.function(owner)
+
+
 class Opr(nn.Module):
     """An operation in the graph, called with the arguments of the call it replaces."""
 
     op: Callable[..., Any]
+
+    @Computed
+    def _repr_info(self) -> str:
+        """The op as a text; the original's ops wrote it in their constructors."""
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def __init__(self, org_module: Any = None, config: Any = None):
         nn.Module.__init__(self)
@@ -67,6 +82,8 @@ class Opr(nn.Module):
         return self.op(*args, **kwargs)
 
     def extra_repr(self) -> str:
+        if "_repr_info" in self.__dict__:
+            return str(self._repr_info)
         op = self.__dict__.get("op")
         return getattr(op, "__name__", "") if op is not None else super().extra_repr()
 
@@ -132,6 +149,7 @@ class QuantOpr(Opr):
         if self.weight is not None and self.quantize_weight:
             self.weight_quantizer = build_quantizer(config.w)
             self.weight_quantizer.set_ch_axis(self.weight_axis)
+            self.weight_quantizer.dims = self.weight.dim()
             self.weight_quantizer.qdesc.set_group(self.weight_group(config.w.group))
             self.weight_quantizer.set_backend(backend)
             if config.schedule.bias_correction and self.output_shift is not None:
@@ -214,12 +232,12 @@ class MultipleInputsQuantOpr(Opr):
 
     def __init__(self, org_module: Any = None, config: Any = None):
         super().__init__(org_module, config)
+        self.apply_input_quant = True  # False: the inputs stay float
         self.input_quantizer_generated = False
 
-    @classmethod
-    def wants_input_quant(cls, config: Any) -> bool:
+    def wants_input_quant(self, config: Any) -> bool:
         """Whether `config` asks for quantized inputs of this op."""
-        return True
+        return bool(self.apply_input_quant)
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Put a QIdentity before each operand of `node`, one for a value used twice; returns how many."""
@@ -248,10 +266,6 @@ class MultipleInputsQuantOpr(Opr):
             return inputs_of(node)
         found = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in self.operands)
         return [value for value in found if isinstance(value, fx.Node)]
-
-    @property
-    def apply_input_quant(self) -> bool:
-        return self.input_quantizer_generated
 
 
 def is_number(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:

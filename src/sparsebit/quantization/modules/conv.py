@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.quantization.modules.base import (
+    Computed,
     MultipleInputsQuantOpr,
     QuantOpr,
     define,
@@ -21,6 +22,11 @@ from sparsebit.quantization.modules.base import (
 
 class _Conv(QuantOpr):
     _conv_forward: Callable[..., Tensor]
+
+    @Computed
+    def fwd_kwargs(self) -> dict[str, Any]:
+        """The options of the original's `F.conv2d(x, weight, bias, **fwd_kwargs)`; `padding_mode` is not among them."""
+        return {name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")}
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight = self.quantized_input(input), self.quantized_weight()

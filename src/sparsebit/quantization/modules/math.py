@@ -93,9 +93,9 @@ WITH_CONV = (QBatchNorm1d, QBatchNorm2d, QBatchNorm3d, QReLU, QReLU6)
 class QAdd(MultipleInputsQuantOpr):
     why_float = ""  # in the words of the pre-flight report
 
-    @classmethod
-    def wants_input_quant(cls, config: Any) -> bool:
-        return bool(config.a.qadd.enable_quant)
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        self.apply_input_quant = config is None or bool(config.a.qadd.enable_quant)
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum that is added in float

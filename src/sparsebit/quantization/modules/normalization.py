@@ -7,12 +7,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from sparsebit.quantization.modules.base import Opr, QuantOpr, define, register_qmodule, spelled
+from sparsebit.quantization.modules.base import Computed, Opr, QuantOpr, define, register_qmodule, spelled
 
 
 @register_qmodule(sources=[nn.BatchNorm2d])
 class QBatchNorm2d(QuantOpr, nn.BatchNorm2d):
     quantize_weight = quantize_input = False
+
+    @Computed
+    def module(self) -> nn.Module:
+        """The BatchNorm that the original kept beside the op: here the op is that BatchNorm."""
+        return self._modules.get("module") or self
 
     def forward(self, input: Tensor) -> Tensor:
         return nn.BatchNorm2d.forward(self, input)

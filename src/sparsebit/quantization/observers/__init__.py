@@ -14,7 +14,10 @@ O = TypeVar("O", bound=type[Observer])  # noqa: E741
 
 
 def register_observer(cls: O) -> O:
-    """`@register_observer` on a class with a TYPE."""
+    """`@register_observer` on a class with a TYPE. One that replaces another keeps the options of its section."""
+    known = OBSERVERS_MAP.get(cls.TYPE)
+    if known is not None and cls.Params is Observer.Params:
+        cls.Params = known.Params  # type: ignore[misc]
     OBSERVERS_MAP.register()(cls)
     return cls
 

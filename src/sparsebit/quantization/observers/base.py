@@ -27,7 +27,7 @@ EXACT_WEIGHT = 2**16  # values per channel that are kept as they are: weights ar
 
 
 class DataCache:
-    """Whole batches, for observers written for the old API."""
+    """Whole batches, for plug-ins that read them as the original's did."""
 
     def __init__(self, qdesc: Any):
         self.qdesc = qdesc
@@ -52,16 +52,46 @@ class DataCache:
         return None if self.qdesc.target is QuantTarget.WEIGHT else sum(len(d) for d in self._data_cache)
 
     def get_data_for_calibration(self, granularity: Granularity) -> Tensor:
-        """(1, values), or (channels, values) if CHANNELWISE."""
-        axis = self.qdesc.ch_axis if granularity is Granularity.CHANNELWISE else None
-        return torch.cat([as_channels(d, axis) for d in self.get_data_cache()], 1)
+        """All values in a row, (values,); or (channels, values) if CHANNELWISE."""
+        batches = self.get_data_cache()
+        if granularity is Granularity.CHANNELWISE:
+            return torch.cat([as_channels(d, self.qdesc.ch_axis) for d in batches], 1)
+        return torch.cat([d.flatten() for d in batches])
+
+
+class ObserverCache(DataCache):
+    """The cache of one observer: what it is given is kept, and shown to the observer too."""
+
+    def __init__(self, observer: Observer):
+        self.qdesc, self.observer = observer.qdesc, observer
+
+    @property
+    def _data_cache(self) -> list[Tensor]:  # type: ignore[override]
+        observer = self.observer
+        if observer.has_data and not observer.kept:
+            raise CalibrationError(
+                f"{type(observer).__name__} saw {observer.batches} batches and kept none of them; set "
+                f"observer.keeps_batches = True before the first batch"
+            )
+        return observer.kept
+
+    def update(self, data: Tensor) -> None:
+        self.observer.update(data)
+        if not self.observer.keeps_batches:
+            self.observer.keep(data)
+
+    def reset(self) -> None:
+        self.observer.reset()
+
+    def __len__(self) -> int:
+        return self.observer.batches
 
 
 class Observer(nn.Module):
     """Base of all observers.
 
     One that overrides none of `accumulate`, `observe` and `update` finds all batches in `self.data_cache`, as
-    in the old API; its memory grows with the number of batches.
+    in the original; its memory grows with the number of batches.
     """
 
     TYPE: ClassVar[str] = ""
@@ -81,7 +111,7 @@ class Observer(nn.Module):
         streams = any(
             getattr(type(self), m) is not getattr(Observer, m) for m in ("accumulate", "observe", "update")
         )
-        self.data_cache: Any = None if streams else DataCache(qdesc)
+        self.keeps_batches = not streams  # True: memory grows with the number of batches
         self.reset()
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -98,17 +128,14 @@ class Observer(nn.Module):
             raise CalibrationError(f"cannot merge {type(other).__name__} into {type(self).__name__}")
         if other.low is not None and other.high is not None:
             self._extend(other.low, other.high, other.batches)
-        if self.data_cache is not None:
-            for batch in other.data_cache._data_cache:
-                self.data_cache.update(batch)
+        self.kept = [*self.kept, *other.kept]
 
     def reset(self) -> None:
         """Forget all batches; the range last computed stays."""
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self.batches = 0
-        if self.data_cache is not None:
-            self.data_cache.reset()
+        self.kept: list[Tensor] = []  # whole batches, see data_cache
 
     # -- seeing data ---------------------------------------------------------------------------------
     @torch.no_grad()
@@ -116,14 +143,18 @@ class Observer(nn.Module):
         """See one batch of any shape and type. NaN and Inf are refused; empty batches are ignored."""
         if x.numel():
             self.observe(in_groups(x.detach().float(), self.spec.group))
+            if self.keeps_batches:
+                self.keep(x)
+
+    def keep(self, x: Tensor) -> None:
+        """Keep a copy of one batch: an in-place ReLU may follow."""
+        if x.numel():
+            self.kept.append(in_groups(x.detach().to(torch.float32, copy=True), self.spec.group))
 
     def observe(self, x: Tensor) -> None:
         """One batch in its own layout, float32. Override where the axis of images matters."""
         self.see(*channel_minmax(x, self.spec.axis), x)
-        if self.data_cache is not None:
-            self.data_cache.update(x.clone())  # an in-place ReLU may follow
-        else:
-            self.accumulate(as_channels(x, self.spec.axis))
+        self.accumulate(as_channels(x, self.spec.axis))
 
     def see(self, low: Tensor, high: Tensor, x: Tensor) -> None:
         """Widen the exact range; the two ends also tell whether all values of `x` are finite."""
@@ -149,6 +180,11 @@ class Observer(nn.Module):
     @property
     def has_data(self) -> bool:
         return self.low is not None
+
+    @property
+    def data_cache(self) -> DataCache:
+        """The batches that were kept. `data_cache.update(x)` shows the observer a batch and keeps it."""
+        return ObserverCache(self)
 
     def seen_range(self) -> tuple[Tensor, Tensor]:
         """Exact smallest and largest value of everything seen, per channel."""

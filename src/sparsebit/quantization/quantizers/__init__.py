@@ -14,7 +14,10 @@ Q = TypeVar("Q", bound=type[Quantizer])
 
 
 def register_quantizer(cls: Q) -> Q:
-    """`@register_quantizer` on a class with a TYPE."""
+    """`@register_quantizer` on a class with a TYPE. One that replaces another keeps the options of its section."""
+    known = QUANTIZERS_MAP.get(cls.TYPE)
+    if known is not None and cls.Params is Quantizer.Params:
+        cls.Params = known.Params  # type: ignore[misc]
     QUANTIZERS_MAP.register()(cls)
     return cls
 

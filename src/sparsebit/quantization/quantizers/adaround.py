@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebit.config import Config
 from sparsebit.errors import ConfigError
-from sparsebit.numeric import QParams, broadcast, fake_quantize, in_groups
+from sparsebit.numeric import QParams, broadcast, in_groups
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
@@ -108,7 +108,7 @@ class AdaRoundQuantizer(BaseQuantizer):
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         if self.soft is not None:
             return self.soft.weight().reshape(x.shape)
-        return fake_quantize(self.transform(x), QParams(scale, zero_point), self.spec)
+        return super()._forward(self.transform(x), scale, zero_point)
 
     def transform(self, x: Tensor) -> Tensor:
         """`x` on the grid, each value at the code that was learned for it."""

@@ -1,6 +1,7 @@
 """Quantizer: an observer, a grid (scale and zero point), and one mode.
 
-A new quantizer is a subclass with a TYPE and `_forward(x, scale, zero_point)`; registering it is enough.
+A new quantizer is a subclass with a TYPE and `_forward(x, scale, zero_point)`; registering it is enough. The grid is
+kept with one entry per channel, (channels,); `_forward` gets it in a shape that broadcasts over `x`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from sparsebit.config import Config
-from sparsebit.errors import CalibrationError
-from sparsebit.numeric import QParams, QuantSpec, fake_quantize, minmax_from_qparams, with_whole_inverse
+from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.numeric import (
+    QParams,
+    QuantSpec,
+    broadcast,
+    fake_quantize,
+    in_groups,
+    minmax_from_qparams,
+    with_whole_inverse,
+)
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
+from sparsebit.registry import is_built_in
 
 UNUSED = -1.0  # the scale of a quantizer that saw no data
 
@@ -50,6 +60,8 @@ class Quantizer(nn.Module):
     TYPE: ClassVar[str] = ""
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
     zero_point: Tensor
+    # True: the observer keeps whole batches; None: where a class of the user defines calc_qparams(), which may read them
+    keeps_batches: ClassVar[bool | None] = None
 
     class Params(Config):
         """Options of a quantizer, read from QUANTIZER.<TYPE> of the config."""
@@ -62,6 +74,10 @@ class Quantizer(nn.Module):
         self.register_buffer("scale", torch.zeros(1))
         self.register_buffer("zero_point", torch.zeros(1))
         self.observer = build_observer(config, self.qdesc)
+        self.own_formula = _is_users(type(self), "_forward")
+        reads_batches = self.keeps_batches is None and _is_users(type(self), "calc_qparams")
+        self.observer.keeps_batches |= bool(self.keeps_batches) or reads_batches
+        self.dims: int | None = None  # of the values that it quantizes, once that is known
         self.mode = Mode.FLOAT
         self.absorbed: bool = (
             config.quantizer.disable
@@ -75,9 +91,13 @@ class Quantizer(nn.Module):
 
     # -- what a subclass defines ---------------------------------------------------------------------
     def _forward(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Values of `x` on the grid. The default is plain fake quantization."""
+        """Values of `x` on the grid. The default is plain fake quantization.
+
+        In your class `scale` and `zero_point` broadcast over `x`. Where W.GROUP is set, each row of `x` is one group.
+        """
         inplace = self.reuse is not None and self.reuse.allows(x)
-        return fake_quantize(x, QParams(scale, zero_point), self.spec, inplace, self.grad_scale(x))
+        grid = QParams(_flat(scale), _flat(zero_point))
+        return fake_quantize(x, grid, self.spec, inplace, self.grad_scale(x))
 
     def grad_scale(self, x: Tensor) -> float:
         """What the gradients of a learned scale and zero point are multiplied with."""
@@ -90,7 +110,8 @@ class Quantizer(nn.Module):
     def current_qparams(self) -> QParams:
         """The grid as it is now, as plain values."""
         scale, zero_point = self._qparams_preprocess(torch.zeros(1, device=self.scale.device))
-        return QParams(scale.detach().clone(), zero_point.detach().round())
+        scale = scale.detach().reshape(-1).clone()
+        return QParams(scale, zero_point.detach().reshape(-1).expand_as(scale).round())
 
     def _qparams_preprocess(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero point for this call; quantizers that learn them clean them up here."""
@@ -107,7 +128,20 @@ class Quantizer(nn.Module):
             return x
         if self.mode is Mode.EXPORT and self.on_export is not None:
             return self.on_export(self, x)
-        return self._forward(x, *self._qparams_preprocess(x))
+        return self.rounded(x)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` on the grid, in any mode."""
+        scale, zero_point = self._qparams_preprocess(x)
+        if (
+            not self.own_formula
+        ):  # the library's own classes take (channels,): every view costs a small weight 10 %
+            return self._forward(x, scale, zero_point)
+        spec = self.spec
+        if spec.group is not None:
+            rows = in_groups(x, spec.group)
+            return self._forward(rows, scale.reshape(-1, 1), zero_point.reshape(-1, 1)).reshape(x.shape)
+        return self._forward(x, _over(x, scale, spec.axis), _over(x, zero_point, spec.axis))
 
     # -- calibration ---------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -116,6 +150,7 @@ class Quantizer(nn.Module):
         self.unused = False
 
     def update_observer(self, x: Tensor) -> None:
+        self.dims = x.dim()
         try:
             self.observer.update(x)
         except CalibrationError as error:
@@ -208,6 +243,25 @@ class Quantizer(nn.Module):
         return self.cfg.quantizer.params(self.TYPE)
 
     # -- views ---------------------------------------------------------------------------------------
+    def _broadcast_qparams(self, params: Tensor) -> Tensor:
+        """One value per channel, (channels,), in a shape that broadcasts over what this quantizer rounds."""
+        name, group = self.name or type(self).__name__, self.spec.group
+        if group is not None:
+            raise ConfigError(
+                f"{name}: with W.GROUP no shape of the scales broadcasts over the weight; use "
+                f"weight.reshape(-1, {group}) and scale[:, None]"
+            )
+        if self.dims is None:
+            raise CalibrationError(
+                f"{name} has seen no value yet, so its number of dimensions is not known; calibrate first, or set "
+                f"quantizer.dims"
+            )
+        return broadcast(params.reshape(-1), self.dims, self.ch_axis if params.numel() > 1 else 0)
+
+    @property
+    def device(self) -> torch.device:
+        return self.scale.device
+
     @property
     def spec(self) -> QuantSpec:
         return self.qdesc.spec
@@ -263,6 +317,7 @@ class Quantizer(nn.Module):
             saved, mine = state_dict.get(prefix + name), getattr(self, name)
             if saved is None:
                 continue
+            self.dims = saved.dim() if saved.dim() > 1 else self.dims
             saved = state_dict[prefix + name] = saved.reshape(-1)
             if saved.shape != mine.shape:
                 mine.data = torch.empty_like(saved, device=mine.device)
@@ -282,3 +337,19 @@ class Quantizer(nn.Module):
             if now.dtype != value.dtype:
                 now.data = value.to(now.device)
         return self
+
+
+def _is_users(cls: type[Quantizer], method: str) -> bool:
+    """Is this method of the class written by the user?"""
+    return not is_built_in(next(c for c in cls.__mro__ if method in vars(c)))
+
+
+def _over(x: Tensor, p: Tensor, axis: int | None) -> Tensor:
+    """`p` in a shape that broadcasts over `x`; what has several dimensions already does."""
+    if p.dim() == 1 and (axis is not None or not x.dim()):
+        return broadcast(p, x.dim(), axis)
+    return p.reshape(-1) if p.numel() == 1 and p.dim() > x.dim() else p
+
+
+def _flat(p: Tensor) -> Tensor:
+    return p if p.dim() == 1 else p.reshape(-1)

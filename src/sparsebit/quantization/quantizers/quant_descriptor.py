@@ -70,7 +70,18 @@ class QuantDescriptor:
     def qrange(self) -> tuple[int, int]:
         return self.qmin, self.qmax
 
+    @property
+    def _type(self) -> str:
+        """The codes: "int8" if symmetric, "uint8" if affine."""
+        return f"{'int' if self.is_symmetric else 'uint'}{self.bit}"
+
+    def calc_qmin_qmax(self, bit: int, scheme: torch.qscheme | str) -> tuple[int, int]:
+        """The lowest and the highest code of another width and scheme; this descriptor stays the same."""
+        asked = get_qscheme(scheme) if isinstance(scheme, str) else scheme
+        symmetric = next(flags[1] for flags, known in SCHEMES.items() if known is asked)
+        spec = QuantSpec(bit, symmetric)
+        return spec.qmin, spec.qmax
+
     def __repr__(self) -> str:
-        kind = "int" if self.is_symmetric else "uint"
         groups = "" if self.group is None else f" in groups of {self.group}"
-        return f"{kind}{self.bit} {str(self.scheme).removeprefix('torch.').replace('_', '-')}{groups}"
+        return f"{self._type} {str(self.scheme).removeprefix('torch.').replace('_', '-')}{groups}"
