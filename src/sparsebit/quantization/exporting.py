@@ -131,10 +131,15 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
                 f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
                 f"qmodel.calibrate(batches)"
             )
-        value = None if weight is None else quantizer.transform(weight.detach())
+        value = None if weight is None else exported_weight(quantizer, weight.detach())
         grid = quantizer.current_qparams()
         marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
     return marks
+
+
+def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
+    """What the file rounds: under the pair rule, values that are rounded already."""
+    return quantizer.rounded(weight) if quantizer.keeps_pairs else quantizer.transform(weight)
 
 
 def used_quantizers(qmodel: Any) -> Iterator[tuple[str, Quantizer, Tensor | None]]:

@@ -25,6 +25,7 @@ from sparsebit.numeric import (
     minmax_from_qparams,
     with_whole_inverse,
 )
+from sparsebit.numeric.pair_sums import exact_scale, keep_pairs, needs_rule
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
@@ -83,6 +84,9 @@ class Quantizer(nn.Module):
             config.quantizer.disable
         )  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
+        self.pair_rule = (
+            False  # a weight whose neighbouring codes add up to at most 128, see numeric/pair_sums.py
+        )
         self.whole_inverse = False  # calibration sets a scale that is one over a whole number
         self.reuse: Reuse | None = None
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
@@ -142,6 +146,18 @@ class Quantizer(nn.Module):
             rows = in_groups(x, spec.group)
             return self._forward(rows, scale.reshape(-1, 1), zero_point.reshape(-1, 1)).reshape(x.shape)
         return self._forward(x, _over(x, scale, spec.axis), _over(x, zero_point, spec.axis))
+
+    @property
+    def keeps_pairs(self) -> bool:
+        """Is the pair rule in force? 7 bits and less keep it by themselves."""
+        return self.pair_rule and needs_rule(self.spec)
+
+    @torch.no_grad()
+    def fit_pairs(self, weight: Tensor) -> None:
+        """Under the pair rule a larger scale may be better: take the one with the least error."""
+        if self.keeps_pairs and self.calibrated and not self.absorbed:
+            grid = self.current_qparams()
+            self._set_qparams(exact_scale(self.transform(weight), grid, self.spec), grid.zero_point)
 
     # -- calibration ---------------------------------------------------------------------------------
     def reset(self) -> None:
