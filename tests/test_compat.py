@@ -213,6 +213,9 @@ def test_an_observer_registered_over_a_built_in_one(registries_come_back, caplog
 
     assert OBSERVERS_MAP["minmax"] is Observer
     assert "minmax" in caplog.text
+    x = torch.tensor([[-1.0, 2.0, 0.0, 1.0]])
+    qmodel = calibrated(nn.Sequential(nn.Linear(4, 4)), x)
+    assert float(qmodel.model._0.input_quantizer.scale) == pytest.approx(3 / 255)
 
 
 def test_registries_take_items(registries_come_back):

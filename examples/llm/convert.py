@@ -4,7 +4,7 @@
   python convert.py MODEL --candidate-bits 4 --groupsize 128 --save out/ --text calibration.txt
 
 --save FILE writes the original's checkpoint, a dict {"model", "hyper_parameters", "layers_bit"} for torch.load.
---save FOLDER writes safetensors in the format compressed-tensors, for llm.load, transformers and vLLM. A name
+--save FOLDER writes safetensors in the format compressed-tensors, which llm.load reads. A name
 without a suffix, or with "/" at its end, is a folder, and so is a folder that exists.
 Both are read by inference.py, generate.py, finetune.py and finetune_pp.py.
 

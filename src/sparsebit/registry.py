@@ -51,12 +51,12 @@ class Registry(MutableMapping[Any, T], Generic[T]):
             known = self._items.get(plain_name(key))
             if known is None or replace or _same_definition(known, item):
                 continue
-            if is_built_in(known) == is_built_in(item):
+            if _is_built_in(known) == _is_built_in(item):
                 raise RegistryError(
                     f"{self.what} {_show(key)} is already registered by {_show(known)}; "
                     f"choose another name, or take its place with .add([{_show(key)}], ..., replace=True)"
                 )
-            if is_built_in(known):
+            if _is_built_in(known):
                 replaced.setdefault(_show(known), []).append(key)
         for name, taken in replaced.items():
             log.warning(
@@ -112,7 +112,7 @@ class Registry(MutableMapping[Any, T], Generic[T]):
                 importlib.import_module(f"{package}.{info.name}")
 
 
-def is_built_in(item: Any) -> bool:
+def _is_built_in(item: Any) -> bool:
     """Is this class or function a part of Sparsebit?"""
     return str(getattr(item, "__module__", "")).split(".")[0] == "sparsebit"
 

@@ -382,6 +382,10 @@ def test_layers_that_are_not_linear_in_the_float_model(tmp_path):
     ):
         torch.testing.assert_close(old(ids).logits, loaded(ids).logits)
         assert old.lm_head.weight is old.transformer.wte.weight
+    untied = to_legacy(loaded)
+    untied["model"]["lm_head.weight"] = untied["model"]["lm_head.weight"] + 1
+    with pytest.raises(ConfigError, match="differ, and are one tensor in this model"):
+        from_legacy(untied, model)
 
 
 def test_files_that_do_not_fit_the_model(tmp_path):

@@ -84,7 +84,8 @@ def test_statistics_by_hand_are_those_of_the_channels_that_are_left(name):
     smodel.calc_params()
     masked, small = smodel(x), smodel.compact()
     torch.testing.assert_close(small(x), masked, rtol=1e-4, atol=1e-5)
-    for fresh in (SparseModel(model, config()), SparseModel(model, config(), x), copy.deepcopy(smodel)):
+    others = (SparseModel(net(name)[0], config()), SparseModel(net(name)[0], config(), x))
+    for fresh in (*others, copy.deepcopy(smodel)):
         fresh.load_state_dict(smodel.state_dict())
         assert torch.equal(fresh(x), masked)
     masked.sum().backward()
@@ -370,8 +371,9 @@ def test_D15_masks_follow_edges_and_D18_channels_leave():
 
 
 def test_masks_last_through_training():
-    model, x = net("residual")
     for kind in ("structured", "unstructured"):
+        model, x = net("residual")
+        untrained = copy.deepcopy(model)
         smodel = SparseModel(model, config(kind), x).train()
         smodel.calc_params()
         before = smodel.sparsity()
@@ -384,7 +386,9 @@ def test_masks_last_through_training():
         smodel.eval()
         small = smodel.compact()
         torch.testing.assert_close(small(x), smodel(x), rtol=1e-4, atol=1e-5)
-        assert not torch.equal(next(small.parameters()).flatten()[:4], next(model.parameters()).flatten()[:4])
+        assert not torch.equal(
+            next(small.parameters()).flatten()[:4], next(untrained.parameters()).flatten()[:4]
+        )
 
 
 def test_a_copy_stands_alone_and_the_users_model_is_untouched():

@@ -28,6 +28,11 @@ def writable(name: str | Path) -> Path:
     return path
 
 
+def report_of(path: Path) -> Path:
+    """Where the report of a file stands: m.report.json for m.onnx; another ending is part of the name."""
+    return path.with_name(f"{path.name.removesuffix('.onnx')}.report.json")
+
+
 @contextmanager
 def drafting(path: Path) -> Iterator[Path]:
     """A place for a draft, under the file's own name; gone afterwards, also after an error or an interrupt."""

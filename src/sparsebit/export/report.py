@@ -16,8 +16,8 @@ from sparsebit.export import files
 from sparsebit.export.end_to_end import Comparison, EndToEnd
 
 UNCALIBRATED = (
-    "the model is not calibrated: every scale in the file is 1 (pact: its starting bound), so the outputs mean nothing; "
-    "for a file to use, call qmodel.calibrate(batches) before export_onnx()"
+    "the model is not calibrated: every scale in the file is 1 (pact: its starting bound), so the outputs mean "
+    "nothing; for a file to use, call qmodel.calibrate(batches) before export_onnx()"
 )
 
 
@@ -103,10 +103,10 @@ def settle(report: ExportReport, draft: Path, path: Path) -> None:
     report.path, report.bytes = str(path), files.size_of(draft)
     if report.ok:
         files.accept(draft, path)
-        report.save(path.with_suffix(".report.json"))
+        report.save(files.report_of(path))
         return
     failed = files.set_apart(draft, path)
     report.path = str(failed)
-    report.save(failed.with_suffix(".report.json"))
+    report.save(files.report_of(failed))
     first = report.certificate.failures()[0]
     raise ExportError(f"the file does not do what the model does; it starts at {first}\n  kept as {failed}")

@@ -29,10 +29,10 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
         for opr in oprs.values():
             opr.moments = Moments() if Moments.wanted(opr) else None
     hooks = [opr.register_forward_hook(_see) for opr in oprs.values()]
-    wanted = {p: p.requires_grad for p in smodel.model.parameters()}
+    before = {p: (p.requires_grad, p.grad) for p in smodel.model.parameters()}  # they are the user's
     try:
-        for p in wanted:
-            p.requires_grad_(gradients or wanted[p])
+        for p, (trains, _) in before.items():
+            p.requires_grad_(gradients or trains)
         with evaluating(smodel), torch.set_grad_enabled(gradients), calls.named():
             for args, kwargs in calls:
                 output = smodel(*args, **kwargs)
@@ -42,9 +42,9 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
     finally:
         for hook in hooks:
             hook.remove()
-        for p, grad in wanted.items():
-            p.requires_grad_(grad)
-            p.grad = None
+        for p, (trains, grad) in before.items():
+            p.requires_grad_(trains)
+            p.grad = grad
     fewest = min((opr.moments.rows for opr in oprs.values() if opr.moments and opr.moments.rows), default=FEW)
     if fewest < FEW:
         log.warning(

@@ -17,17 +17,22 @@ from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
 from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse.opened import attention_mask, closed_blocks, open_blocks
 from sparsebit.sparse.running import Call, Runner
+from sparsebit.sparse.sharing import Origins, connect, named_tensors
 
 log = logging.getLogger("sparsebit")
 
 
 def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
-    """`gm` with every weight in a module; nn.MultiheadAttention and the blocks around it become ops."""
+    """`gm` with every weight in a module; nn.MultiheadAttention and the blocks around it become ops.
+
+    The tensors stay the same ones, or parts of their memory.
+    """
     if closed_blocks(gm):
-        opened = copy.deepcopy(gm)
+        opened = copy.deepcopy(gm, {id(t): t for _, t in named_tensors(gm)})
         open_blocks(opened)
         if _same(opened, gm, example):
             gm = trace(opened, FormTracer(), example).eval()
+            connect(gm, opened, Origins(gm, opened).links(gm))  # who made `gm` knows its tensors
     _Ranks(gm).run_on(gm, example)
     run_passes(gm, [functions_to_modules])
     remove_unread_tensors(gm)  # weights that are in a module now

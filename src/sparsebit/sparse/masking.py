@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -14,25 +14,26 @@ from torch.nn.modules.batchnorm import _NormBase
 from sparsebit.graph.ops import module_of
 from sparsebit.sparse.channel_rules.pointwise import over_given_axes
 from sparsebit.sparse.channel_rules.zeros import divisors
+from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.modules import SparseOpr, sparse_module
 from sparsebit.sparse.modules.base import mask_name
 from sparsebit.sparse.modules.statistics import Statistic, as_statistic, statistics_of
-from sparsebit.sparse.sparse_config import SparseConfig, resolve
+from sparsebit.sparse.names import Finder, fx_name, inside_of_whole
+from sparsebit.sparse.opened import OPEN
+from sparsebit.sparse.sparse_config import SparseConfig, resolve, unmatched
 from sparsebit.sparse.surgery import Cut
 
+log = logging.getLogger("sparsebit")
 OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # masked, also without weights
 READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
 
 
-def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
-    """The same graph over the same parameters; layers, and tensors that the graph reads by itself, have masks."""
-    tensors = [*plain.parameters(), *plain.buffers()]
-    gm = copy.deepcopy(plain, {id(t): t for t in tensors})
-    gm.meta = dict(plain.meta)
+def put_masks(gm: fx.GraphModule) -> None:
+    """Layers get masks, and so do tensors that the graph reads by itself; their parameters stay the same ones."""
     for node in gm.graph.nodes:
         if node.op == "call_module":
             for path in _layers(gm, str(node.target)):
-                _mask_layer(gm, path, node, cfg)
+                _mask_layer(gm, path, node)
     oprs, whole = oprs_of(gm), divisors(gm)
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":
@@ -41,27 +42,33 @@ def with_masks(plain: fx.GraphModule, cfg: SparseConfig) -> fx.GraphModule:
             as_statistic(gm, node)
     gm.graph.lint()
     gm.recompile()
-    return gm
 
 
 def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
     """What is masked as one: a leaf of the graph, or the layers inside an island."""
     module = gm.get_submodule(path)
     if path in gm.meta.get("islands", {}) or "" in gm.meta.get("islands", {}):
-        for name, inner in module.named_modules():
-            if not list(inner.children()) and list(inner.parameters(recurse=False)):
-                yield f"{path}.{name}".strip(".")
+        yield from _inside(module, path)
     elif list(module.parameters()) or isinstance(module, OVER_CHANNELS):
         yield path
 
 
-def _mask_layer(gm: fx.GraphModule, path: str, node: fx.Node, cfg: SparseConfig) -> None:
+def _inside(module: nn.Module, path: str) -> Iterator[str]:
+    """torch's own attention blocks read the weights of their layers without calling them: such a block is one."""
+    if type(module) in OPEN or not list(module.children()):
+        if list(module.parameters()):
+            yield path
+        return
+    for name, child in module.named_children():
+        yield from _inside(child, f"{path}.{name}".strip("."))
+
+
+def _mask_layer(gm: fx.GraphModule, path: str, node: fx.Node) -> None:
     module = gm.get_submodule(path)
     if isinstance(module, SparseOpr):
         return  # called twice
-    opr = sparse_module(module, None)
+    opr = sparse_module(module)
     opr.normed = len(node.users) == 1 and _is_norm(next(iter(node.users)), gm)
-    opr.build_sparser(resolve(cfg.sparser, [node.name, path]))
     opr.train(module.training)
     owner, _, name = path.rpartition(".")
     setattr(gm.get_submodule(owner), name, opr)
@@ -96,9 +103,33 @@ def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any], applied:
     node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
 
 
+def build_sparsers(gm: fx.GraphModule, cfg: SparseConfig) -> None:
+    """Every masked layer gets the sparser that the config asks for, with SPECIFIC by fx name or module path."""
+    for path, (opr, names) in layer_names(gm).items():
+        section = resolve(cfg.sparser, [path, *names])
+        opr.build_sparser(cfg.model_copy(update={"sparser": section}))
+
+
+def warn_of_unmatched(gm: fx.GraphModule, cfg: SparseConfig) -> None:
+    names = [name for path, (_, others) in layer_names(gm).items() for name in (path, *others)]
+    names += [n for node in gm.graph.nodes for n in (node.name, str(node.target))]
+    missed = unmatched(cfg.sparser, names)
+    if missed:
+        log.warning("SPARSER.SPECIFIC: no layer is called %s", " or ".join(missed))
+
+
+def layer_names(gm: fx.GraphModule) -> dict[str, tuple[Any, list[str]]]:
+    """By path: the masked layer, and its other names."""
+    calls: dict[str, list[str]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), []).append(node.name)
+    return {path: (opr, [*calls.get(path, ())[:1], fx_name(path)]) for path, opr in oprs_of(gm).items()}
+
+
 def oprs_of(model: nn.Module) -> dict[str, Any]:
     """The masked layers, by module path."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, SparseOpr)}
+    return {inside_of_whole(name): m for name, m in model.named_modules() if isinstance(m, SparseOpr)}
 
 
 def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
@@ -115,9 +146,25 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
     """The mask of the parameter or buffer at `path`, if it has one."""
     opr, name = owner_of(path, oprs)
     if opr is not None:
-        return opr.mask_of(name)
+        mask: Tensor | None = opr._buffers.get(mask_name(name))
+        return mask
     owner, _, last = path.rpartition(".")
     return model.get_submodule(owner)._buffers.get(f"{last}{READ}")
+
+
+def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
+    """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
+    oprs, statistics = oprs_of(model), statistics_of(model)
+    read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
+    stay = [
+        part.labels
+        for part in walk.slices.values()
+        if (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
+        and mask_at(model, part.path, oprs) is None
+    ]
+    stay += [labels for path, labels in walk.normed.items() if not hasattr(oprs.get(path), "kept")]
+    stay += [labels for name, labels in walk.statistics.items() if name not in statistics]
+    return walk.labels.roots(torch.cat([torch.zeros(0, dtype=torch.long), *map(Tensor.flatten, stay)]))
 
 
 def set_masks(model: fx.GraphModule, cut: Cut) -> None:
@@ -128,11 +175,28 @@ def set_masks(model: fx.GraphModule, cut: Cut) -> None:
         mask = mask_at(model, part.path, oprs)
         if mask is not None:
             line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
-            mask &= cut.keeps(part.labels).view(line).to(mask.device)
+            mask.logical_and_(cut.keeps(part.labels).view(line).to(mask.device))
     for path, labels in cut.walk.normed.items():
-        oprs[path].kept.copy_(cut.keeps(labels))
+        if hasattr(oprs.get(path), "kept"):
+            oprs[path].kept.copy_(cut.keeps(labels))
     for name, labels in cut.walk.statistics.items():
-        statistics[name].set(cut.keeps(labels))
+        if name in statistics:
+            statistics[name].set(cut.keeps(labels))
+
+
+def cut_by_masks(model: fx.GraphModule, walk: Walk) -> Cut:
+    """What the masks say: a class goes where every parameter that has it is masked there."""
+    n, oprs = len(walk.labels), oprs_of(model)
+    gone, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    for part in walk.slices.values():
+        mask = mask_at(model, part.path, oprs)
+        if mask is not None:
+            left = mask.cpu().bool().movedim(part.axis, 0)
+            left = left.flatten(1).any(1) if left.dim() > 1 else left
+            roots = walk.labels.roots(part.labels)
+            gone[roots[~left]] = True
+            stays[roots[left]] = True
+    return Cut(walk, (gone & ~stays).nonzero().flatten())
 
 
 def reset_masks(model: nn.Module) -> None:
@@ -149,31 +213,47 @@ def reset_masks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def bake(model: fx.GraphModule, target: nn.Module) -> list[str]:
-    """Give `target`, which has the module paths of `model`, its weights of now, masked and gated.
+    """Give `target`, which has the layers of `model`, its weights of now, masked and gated.
 
     Returns the weights that `target` has no place for.
     """
     new: dict[int, nn.Parameter] = {}
     homeless = []
-    oprs, places = oprs_of(model), dict(target.named_modules())
+    oprs, places = oprs_of(model), _Places(target)
     whole = divisors(model)
     for path, p in model.named_parameters(remove_duplicate=False):
-        owner, _, name = path.rpartition(".")
-        if owner not in places or name not in places[owner]._parameters:
+        store, name = places.find(path, "_parameters")
+        if store is None:
             if ".sparser." not in path:  # gates
                 homeless.append(path)
             continue
-        opr, inner = owner_of(path, oprs)
+        opr, inner = owner_of(inside_of_whole(path), oprs)
         mask = None if path in whole else mask_at(model, path, oprs)
         value = opr.masked(inner) if opr is not None else p if mask is None else p * mask
         new.setdefault(id(p), nn.Parameter(value.detach().clone(), p.requires_grad))
-        places[owner]._parameters[name] = new[id(p)]
+        store[name] = new[id(p)]
     for path, b in model.named_buffers(remove_duplicate=False):
-        owner, _, name = path.rpartition(".")
-        if owner in places and name in places[owner]._buffers:
+        store, name = places.find(path, "_buffers")
+        if store is not None:
             mask = None if path in whole else mask_at(model, path, oprs)
-            places[owner]._buffers[name] = b.detach().clone() if mask is None else b.detach() * mask
-    for place in places.values():
+            store[name] = b.detach().clone() if mask is None else b.detach() * mask
+    for place in target.modules():
         if isinstance(place, nn.RNNBase):
             place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]
     return homeless
+
+
+class _Places:
+    """Where the tensors of a graph belong in another model: under the same path, or another spelling of it."""
+
+    def __init__(self, target: nn.Module):
+        self.modules = dict(target.named_modules())
+        self.finder = Finder(self.modules)
+
+    def find(self, path: str, store: str) -> tuple[dict[str, Any] | None, str]:
+        owner, _, name = path.rpartition(".")
+        home: str | None = owner
+        if owner not in self.modules:
+            home = self.finder.find(owner)
+        found = None if home is None else vars(self.modules[home])[store]
+        return (found, name) if found is not None and name in found else (None, name)

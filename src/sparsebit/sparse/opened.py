@@ -64,13 +64,12 @@ class OpenAttention(nn.Module):
         self.head_dim, self.batch_first = int(source.head_dim), source.batch_first
         self.rate = Rate(source.dropout) if source.dropout else None
         if source._qkv_same_embed_dim:
-            weights = source.in_proj_weight.detach().chunk(3)
+            weights = _thirds(source.in_proj_weight)
         else:
-            weights = tuple(getattr(source, f"{part}_proj_weight").detach() for part in "qkv")
-        biases = (None,) * 3 if source.in_proj_bias is None else source.in_proj_bias.detach().chunk(3)
+            weights = [getattr(source, f"{part}_proj_weight") for part in "qkv"]
+        biases = [None] * 3 if source.in_proj_bias is None else _thirds(source.in_proj_bias)
         self.q_proj, self.k_proj, self.v_proj = map(_linear, weights, biases)
-        bias = None if source.out_proj.bias is None else source.out_proj.bias.detach()
-        self.out_proj = _linear(source.out_proj.weight.detach(), bias)
+        self.out_proj = _linear(source.out_proj.weight, source.out_proj.bias)
 
     def forward(
         self,
@@ -102,10 +101,15 @@ class OpenAttention(nn.Module):
         return out, weights.mean(-3) if average_attn_weights else weights
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _thirds(whole: nn.Parameter) -> list[Any]:
+    """Over the same memory."""
+    return [nn.Parameter(part, whole.requires_grad) for part in whole.detach().chunk(3)]
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.clone())
-    made.bias = None if bias is None else nn.Parameter(bias.clone())  # type: ignore[assignment]
+    made.weight = weight
+    made.bias = bias  # type: ignore[assignment]
     return made
 
 

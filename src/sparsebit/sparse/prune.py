@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.graph.inputs import guard_inputs
-from sparsebit.graph.trace import Call, LeafTracer, trace, unwrapped
+from sparsebit.graph.islands import Island, as_one_node
+from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace, unwrapped
 from sparsebit.graph.training import set_training, training_flags
 from sparsebit.sparse.batches import refuse_arrays
 from sparsebit.sparse.channels import Walk
@@ -22,6 +23,7 @@ from sparsebit.sparse.graph_form import graph_form
 from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.opened import OPEN
 from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.sharing import own_memory
 from sparsebit.sparse.sparse_config import Heads, SparseConfig
 
 log = logging.getLogger("sparsebit")
@@ -71,19 +73,59 @@ def _check_finite(model: nn.Module) -> None:
 
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
     """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    gm = guarded(simplified(first_graph(model, example), example))
+    own_memory(gm)
+    return gm
+
+
+def first_graph(model: nn.Module, example: Call | None) -> fx.GraphModule:
+    """The graph as the forward is written."""
     model = unwrapped(model)
     check_model(model)
     known = lambda op: op in SMODULE_MAP or op in OPEN
     gm = trace(model, LeafTracer(is_known=known, decides=True), example)
-    fixed, unread = gm.meta["fixed"], gm.meta["unread"]
-    if example is not None:
-        flags = training_flags(gm) | training_flags(model)
-        gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
-        set_training(gm, flags)
-    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *unread]  # a merged one is a graph
+    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *gm.meta["unread"]]  # of a merged one
+    gm.meta["training"] = training_flags(gm) | training_flags(model)
+    return gm
+
+
+def simplified(gm: fx.GraphModule, example: Call | None) -> fx.GraphModule:
+    """In the form that channel rules know; what that is, an example must show."""
+    if example is None:
+        return gm
+    known = {key: gm.meta[key] for key in ("fixed", "unread", "training")}
+    gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
+    gm.meta.update(known)
+    set_training(gm, gm.meta["training"])
+    return gm
+
+
+def guarded(gm: fx.GraphModule) -> fx.GraphModule:
+    """It refuses inputs that it would ignore."""
     for node in gm.graph.nodes:
         node.type = None  # annotations as strings cannot be pickled
-    guard_inputs(gm, fixed)
+    guard_inputs(gm, gm.meta["fixed"])
+    return gm
+
+
+def may_be_refused(gm: fx.GraphModule, kind: str) -> bool:
+    """Whether inputs are constants in a graph that was traced without an example, and calls may well give them.
+
+    Where channels go, a graph is worth more: then only one counts whose first input is such a constant.
+    """
+    inputs = list(gm.meta["signature"].parameters)
+    constant = [name for name, value in gm.meta["fixed"].items() if value is None or value == {}]
+    return bool(constant) and (kind == "unstructured" or inputs[0] in constant)
+
+
+def one_node(model: nn.Module, why: str) -> fx.GraphModule:
+    """The model as it is, for calls of any form; only the layers inside are known."""
+    gm = as_one_node(own_copy(model))
+    signature = inspect.signature(model.forward)
+    gm.meta.update(islands={"": Island("", why, "")}, unread=[], fixed={}, signature=signature)
+    gm.meta["training"] = training_flags(model)
+    for node in gm.graph.nodes:
+        node.meta["path"] = ""
     return gm
 
 
@@ -189,7 +231,7 @@ def prune(
     whole = model = unwrapped(model)
     model, done = shallower(model, example, merge, depth, batches, progress)
     given = _of_smaller(given, whole, model, example)
-    smodel = SparseModel(model, cfg, example)
+    smodel = SparseModel(model, cfg, example, share=False)
     if batches is not None:
         smodel.calibrate(batches, loss, progress)
     smodel.calc_params(**given, progress=progress)

@@ -26,7 +26,9 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
     comparable = True
     for cut in walk.slices.values():
         opr, name = owner_of(cut.path, oprs)
-        worth = None if opr is None else opr.sparser.channels(opr, name, cut.axis, cut.produces)
+        if opr is None or opr.sparser.decides:
+            continue
+        worth = opr.sparser.channels(opr, name, cut.axis, cut.produces)
         if worth is None:
             continue
         worth, roots = worth.double().cpu(), walk.labels.roots(cut.labels)

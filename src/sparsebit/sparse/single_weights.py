@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsebit.numeric.masks import keep_best, keep_best_of_all, n_of_m
+from sparsebit.sparse.decided import has_own_mask, mask_by_sparser
 from sparsebit.sparse.sparsers.base import by_output, cannot_judge
 
 
@@ -17,12 +18,15 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
     With SCOPE: global, layers of the same ratio compete; one that has a ratio of its own loses just that.
     """
     ranked: dict[float, list[tuple[Tensor, Tensor]]] = {}
-    asked = [(opr, name) for opr, name in _matrices(oprs) if opr.sparser.ratio * share]
-    judged = [(opr, name) for opr, name in asked if not opr.sparser.skips(opr)]
+    asked = [(path, opr, name) for path, opr, name in _matrices(oprs) if opr.sparser.ratio * share]
+    judged = [(path, opr, name) for path, opr, name in asked if not opr.sparser.skips(opr)]
     if asked and not judged:
-        raise cannot_judge(opr.sparser for opr, _ in asked)
-    for opr, name in judged:
+        raise cannot_judge(opr.sparser for _, opr, _ in asked)
+    for path, opr, name in judged:
         sparser, mask, ratio = opr.sparser, opr.mask_of(name), opr.sparser.ratio * share
+        if sparser.decides:
+            mask.copy_(mask_by_sparser(opr, name, path, share))
+            continue
         solved = sparser.solve(opr, ratio, sparser.pattern)
         if solved is not None:
             opr.get_parameter(name).copy_(solved[0])
@@ -40,8 +44,8 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
             mask.copy_(new)
 
 
-def _matrices(oprs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    for opr in oprs.values():
+def _matrices(oprs: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    for path, opr in oprs.items():
         for name, p in opr.layer_parameters().items():
-            if p.dim() > 1 and not isinstance(opr, nn.Embedding):
-                yield opr, name
+            if p.dim() > 1 and not isinstance(opr, nn.Embedding) and not has_own_mask(opr):
+                yield path, opr, name

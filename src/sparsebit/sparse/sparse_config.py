@@ -21,7 +21,15 @@ Kind = Literal["structured", "unstructured"]
 Heads = Literal["whole", "dimension"]
 PATTERN = r"^[1-9][0-9]*:[1-9][0-9]*$"
 OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options that no layer can have alone
-OLD_KINDS = {"structed": "structured", "unstructed": "unstructured"}  # the original's spelling
+OLD_NAMES = {"structed": "structured", "unstructed": "unstructured", "l0norm": "l0"}  # the original's
+
+
+def _today(value: Any, known: Registry[Any]) -> Any:
+    """The name that a kind or a strategy has here; that of a plug-in stays."""
+    if not isinstance(value, str):
+        return value
+    name = fold(value)
+    return name if name in known else OLD_NAMES.get(name.replace("-", ""), name)
 
 
 class SparserConfig(PluginConfig):
@@ -62,7 +70,7 @@ class SparserConfig(PluginConfig):
     def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
         """The original's notes have the values of TYPE and STRATEGY the other way round: take both orders."""
         kind, strategy = (
-            OLD_KINDS.get(fold(value), fold(value)) if isinstance(value, str) else value
+            _today(value, cls.registry())
             for value in (options.pop("type", None), options.pop("strategy", None))
         )
         if kind not in get_args(Kind) and (strategy in get_args(Kind) or kind in cls.registry()):

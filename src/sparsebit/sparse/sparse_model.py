@@ -5,8 +5,8 @@
     smodel.calc_params()                 # masks
     small = smodel.compact()             # an ordinary, smaller module
 
-The graph of the model exists twice and shares its parameters: `model`, which runs, with masked layers; and a plain
-one, which labels are found on and which is cut. Masks are the only record of what goes.
+The graph of the model exists twice: `model`, which runs, with masked layers; and a plain one, which labels are found on
+and which is cut. Masks are the only record of what goes. The parameters are those of the user's model (sharing.py).
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
 from sparsebit.graph.feeding import to_device
-from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.trace import own_copy, unwrapped
 from sparsebit.graph.training import evaluating, set_training, training_flags
-from sparsebit.sparse import allocate, feeding, fitting
+from sparsebit.sparse import feeding, fitting, masking, sharing
+from sparsebit.sparse.additions import layers_before_additions
 from sparsebit.sparse.batches import Batches
 from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.checkpoints import as_written_here
+from sparsebit.sparse.choosing import choose_channels
 from sparsebit.sparse.compacting import compact
-from sparsebit.sparse.masking import bake, mask_at, oprs_of, reset_masks, set_masks, with_masks
+from sparsebit.sparse.decided import ask_layers
+from sparsebit.sparse.masked_graph import MaskedGraph, at_paths
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import call_of, traced
+from sparsebit.sparse.prune import call_of, first_graph, guarded, may_be_refused, one_node, simplified, traced
 from sparsebit.sparse.refit import reestimate, refit
-from sparsebit.sparse.scores import check_judged, class_ratios, class_scores
 from sparsebit.sparse.single_weights import mask_single_weights
-from sparsebit.sparse.sparse_config import SparseConfig, unmatched
+from sparsebit.sparse.sparse_config import SparseConfig
+from sparsebit.sparse.sparsers import Sparser
 from sparsebit.sparse.surgery import Cut
 from sparsebit.utils.device import usable_device
 
@@ -43,32 +45,103 @@ log = logging.getLogger("sparsebit")
 
 
 class SparseModel(nn.Module):
-    """`example` is a tensor, a tuple of arguments or a mapping; without one, the first forward shows the shapes."""
+    """`model` with masks, over the parameters and buffers of `model` itself: who trains one trains the other.
+
+    model    an nn.Module. It follows what you do with the SparseModel: training, load_state_dict(), to(device). Its
+             own forward has no masks. Where Sparsebit sets weights (refit, tune_batchnorm, sparsegpt), both part.
+    config   a SparseConfig, a YAML path or a mapping.
+    example  a tensor, a tuple of arguments or a mapping; without one, the first forward shows the shapes.
+    share    False: work on a copy, and leave `model` as it is, as sparsebit.prune does.
+
+    The constructor is its steps, in this order: _trace, _run_simplifiers, _convert2sparsemodule, _build_sparser. A
+    subclass may replace each of them; they read and write `self.model`.
+    """
 
     model: fx.GraphModule
 
-    def __init__(self, model: nn.Module, config: Any = None, example: Any = None):
+    def __init__(self, model: nn.Module, config: Any = None, example: Any = None, *, share: bool = True):
         super().__init__()
         self.cfg = SparseConfig.load({} if config is None else config)
+        self.config = self.cfg  # the original's name
         self.device = usable_device(self.cfg.device)
         self.example = None if example is None else call_of(example)
         model = unwrapped(model)
-        self._hidden: dict[str, Any] = {"source": model, "plain": traced(model, self.example), "walk": None}
+        self._hidden: dict[str, Any] = {"source": model, "given": model, "walk": None, "links": {}}
         self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
         self._shown = False
-        self.model = with_masks(self._hidden["plain"], self.cfg)
-        missed = unmatched(
-            self.cfg.sparser, [n for node in self.model.graph.nodes for n in (node.name, str(node.target))]
-        )
-        if missed:
-            log.warning("SPARSER.SPECIFIC: no layer is called %s", " or ".join(missed))
+        self.model = self._trace(model)
+        origins = sharing.Origins(self.model, model)
+        self._run_simplifiers()
+        self._finish_plain(origins if share else None)
+        self._convert2sparsemodule()
+        self.model = at_paths(self.model, self._hidden["plain"])
+        self._build_sparser()
+        if share:
+            self._hidden["links"] = sharing.links_between(self.model, model)
+        masking.warn_of_unmatched(self.model, self.cfg)
         self.training = model.training
         self.to(self.device)
+
+    # -- the steps of the constructor ----------------------------------------------------------------
+    def _trace(self, model: nn.Module) -> fx.GraphModule:
+        """The graph of the model. One that would refuse its first call stays whole: a single node."""
+        gm = first_graph(model, self.example)
+        if self.example is not None or not may_be_refused(gm, self.cfg.sparser.type):
+            return gm
+        self._hidden.update(plain=guarded(gm), unshown=True)
+        return one_node(model, "nothing shows which of its optional inputs are used; give an example")
+
+    def _run_simplifiers(self) -> None:
+        """Bring the graph into the form that channel rules know."""
+        self.model = simplified(self.model, self.example)
+
+    def _convert2sparsemodule(self) -> None:
+        """Layers become masked ones, over the same parameters."""
+        masking.put_masks(self.model)
+
+    def _build_sparser(self) -> None:
+        """Every masked layer gets its sparser."""
+        masking.build_sparsers(self.model, self.cfg)
+
+    def _finish_plain(self, origins: sharing.Origins | None) -> None:
+        """Keep the graph, and go on with a copy of it. With `origins`, both have the tensors of the user's model."""
+        plain, source = guarded(self.model), self._hidden["source"]
+        self._hidden.setdefault("plain", plain)
+        if origins is None:
+            sharing.own_memory(plain)
+        else:
+            if (
+                self.cfg.sparser.type == "structured"
+            ):  # refit() compares with it, and training changes the other
+                self._hidden["given"] = own_copy(source)
+            sharing.share(plain, source, origins)
+        self.model = MaskedGraph.like(plain)
+
+    # -- the parameters that it shares ---------------------------------------------------------------
+    def _apply(self, fn: Any, recurse: bool = True) -> SparseModel:
+        """`.to(device)` and its like: buffers are new tensors then, and the user's model gets them too."""
+        super()._apply(fn, recurse)
+        sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """State dicts of the original load too: `model.layer1_0.weight`, `model.bn1.module.weight`."""
+        found = super().load_state_dict(as_written_here(self, state_dict), strict, assign)
+        sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
+        return found
+
+    def _part(self, what: str) -> None:
+        """Before Sparsebit sets weights: the user's model keeps those that it has."""
+        if self._hidden["links"]:
+            sharing.part(self._hidden["source"], self._hidden["links"], what)
+            self._hidden["links"] = {}
 
     # -- the layers ----------------------------------------------------------------------------------
     def oprs(self) -> dict[str, Any]:
         """The masked layers, by module path."""
-        return oprs_of(self.model)
+        return masking.oprs_of(self.model)
 
     def set_ratio(self, ratio: float) -> None:
         """The same share for every layer; single ones: `smodel.model.conv1.sparser.set_ratio(0.3)`."""
@@ -76,15 +149,15 @@ class SparseModel(nn.Module):
             opr.sparser.set_ratio(ratio)
 
     def disable_sparse_before_add(self) -> None:
-        """Layers whose output is added to something keep all of it."""
-        oprs = self.oprs()
-        for node in self.model.graph.nodes:
-            if node.op.startswith("call") and op_of(node, self.model) in ADDS:
-                for source in node.all_input_nodes:
-                    while source.op == "call_module" and isinstance(oprs.get(str(source.target)), _NormBase):
-                        source = source.all_input_nodes[0]
-                    if source.op == "call_module" and str(source.target) in oprs:
-                        oprs[str(source.target)].sparser.set_ratio(0.0)
+        """Layers on the way to an addition keep all of their output: those up to the last convolution before it."""
+        oprs, gm = self.oprs(), self.calls()
+        for path in layers_before_additions(gm, oprs):
+            oprs[path].sparser.set_ratio(0.0)
+
+    def calls(self) -> fx.GraphModule:
+        """The graph that shows which layer reads what of which: also of a model that runs as a single node."""
+        plain: fx.GraphModule = self._hidden["plain"]
+        return plain if self._hidden.get("unshown") else self.model
 
     # -- data ----------------------------------------------------------------------------------------
     def prepare_calibration(self) -> None:
@@ -98,6 +171,7 @@ class SparseModel(nn.Module):
 
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
         """Re-estimate the statistics of batch norms for the masked model; needs no labels."""
+        self._part("tune_batchnorm")
         calls = Batches(self, batches, progress, "pruning", once=True)
         with calls.named():
             reestimate(self, calls)
@@ -112,7 +186,8 @@ class SparseModel(nn.Module):
             raise ConfigError("refit: is for channels that go; TYPE is unstructured")
         if self.example is None:
             raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
-        source: nn.Module = self._hidden["source"] if whole is None else whole
+        source: nn.Module = self._hidden["given"] if whole is None else whole
+        self._part("refit")
         device = next((p.device for p in source.parameters()), self.device)
         whole = traced(source, to_device(self.example, device)).to(self.device).eval()
         calls = Batches(self.model, batches, False, "refit")
@@ -172,44 +247,29 @@ class SparseModel(nn.Module):
         if self.cfg.sparser.type == "unstructured":
             if budget:
                 raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
+            if any(type(opr.sparser).solve is not Sparser.solve for opr in self.oprs().values()):
+                self._part(self.cfg.sparser.strategy)
             self.reset_masks()
             mask_single_weights(self.oprs(), share)
+            ask_layers(self.calls(), self.oprs(), share)
         elif self.example is None:
             self._waiting = {"share": share, **budget}
         else:
             self._mask_channels(share, budget, progress)
 
     def _mask_channels(self, share: float, budget: Mapping[str, float], progress: bool | None) -> None:
-        walk, section = self.walk(), self.cfg.sparser
-        scores = class_scores(walk, self.oprs())
-        ratios = class_ratios(walk, self.oprs(), section.ratio)
-        if budget and not bool((ratios > 0).any()):
-            raise ConfigError(
-                "RATIO: is 0 for every layer, so that all stay whole; a budget needs one above 0"
-            )
-        check_judged(walk, self.oprs(), scores, ratios)
-        known = scores.isfinite() & (ratios > 0)
-        spread = allocate.together if section.scope == "global" else allocate.uniform
-
-        def choose(ratio: float) -> Tensor:
-            shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
-            return spread(walk, scores, shares, section.round_to)
-
-        if budget:
-            ((name, left),) = budget.items()
-            dropped = allocate.within(walk, choose, name, left, section.round_to, progress)
-        else:
-            dropped = choose(share)
-        if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
-            log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
-        cut = Cut(walk, dropped)
-        if section.refit:
-            refit(cut, self.oprs())
-        set_masks(self.model, cut)
+        oprs, section, walk = self.oprs(), self.cfg.sparser, self.walk()
+        told = ask_layers(self.calls(), oprs, share)
+        cut = choose_channels(self.model, walk, section, told, share, budget, progress)
+        if section.refit and any(opr.moments is not None for opr in oprs.values()):
+            self._part("REFIT")
+            refit(cut, oprs)
+        masking.set_masks(self.model, cut)
+        ask_layers(self.calls(), oprs, share, norms=True)
 
     def reset_masks(self) -> None:
         """Nothing goes."""
-        reset_masks(self.model)
+        masking.reset_masks(self.model)
 
     # -- results -------------------------------------------------------------------------------------
     def walk(self) -> Walk:
@@ -218,27 +278,20 @@ class SparseModel(nn.Module):
             raise ConfigError(
                 "SparseModel: needs an example input first: SparseModel(model, config, example)"
             )
-        bake(self.model, self._hidden["plain"])
-        if self._hidden["walk"] is None:
+        hidden = self._hidden
+        if hidden["walk"] is None and "unshown" in hidden:
+            hidden["plain"] = guarded(first_graph(hidden["source"], self.example))
+        masking.bake(self.model, hidden["plain"])
+        if hidden["walk"] is None:
             with torch.no_grad():
-                plain, heads = self._hidden["plain"].eval(), self.cfg.sparser.heads
-                self._hidden["walk"] = Walk.through(plain, self.example, heads)
-        found: Walk = self._hidden["walk"]
+                plain, heads = hidden["plain"].eval(), self.cfg.sparser.heads
+                hidden["walk"] = Walk.through(plain, self.example, heads)
+        found: Walk = hidden["walk"]
         return found
 
     def cut(self) -> Cut:
-        """What the masks say: a class goes where every parameter that has it is masked there."""
-        walk = self.walk()
-        n, oprs = len(walk.labels), self.oprs()
-        gone, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
-        for part in walk.slices.values():
-            mask = mask_at(self.model, part.path, oprs)
-            if mask is not None:
-                left = mask.cpu().movedim(part.axis, 0).flatten(1).any(1) if mask.dim() > 1 else mask.cpu()
-                roots = walk.labels.roots(part.labels)
-                gone[roots[~left]] = True
-                stays[roots[left]] = True
-        return Cut(walk, (gone & ~stays).nonzero().flatten())
+        """What the masks say."""
+        return masking.cut_by_masks(self.model, self.walk())
 
     @property
     def plan(self) -> Plan:
@@ -248,9 +301,14 @@ class SparseModel(nn.Module):
     def compact(self) -> nn.Module:
         """An ordinary module without what the masks say: smaller if structured, else with zeros."""
         own = own_copy(self._hidden["source"])
-        if bake(self.model, own):  # its code holds weights where the graph has layers
+        if masking.bake(self.model, own):  # its code holds weights where the graph has layers
             own = copy.deepcopy(self._hidden["plain"])
-            bake(self.model, own)
+            homeless = masking.bake(self.model, own)
+            if homeless:
+                raise SparsebitError(
+                    f"compact: the model as it was given has no place for {homeless[0]}; keep the names of "
+                    f"layers and of their parameters in your own layers"
+                )
         set_training(own, training_flags(self.model))
         if all(
             bool(opr.mask_of(name).all()) for opr in self.oprs().values() for name in opr.layer_parameters()
@@ -263,7 +321,7 @@ class SparseModel(nn.Module):
     def sparsity(self) -> dict[str, float]:
         """The share of weights that is masked, by layer."""
         return {
-            f"{path}.{name}".removesuffix(".weight"): float((~opr.mask_of(name)).float().mean())
+            f"{path}.{name}".removesuffix(".weight"): float((opr.mask_of(name) == 0).float().mean())
             for path, opr in self.oprs().items()
             for name, p in opr.layer_parameters().items()
             if p.dim() > 1
@@ -304,12 +362,22 @@ class SparseModel(nn.Module):
         """Labels are keyed by nodes, and nodes of a copy are others: found again when they are needed."""
         return {**self.__dict__, "_hidden": {**self._hidden, "walk": None}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.model = MaskedGraph.like(self.model)  # pickle makes a plain graph
+        sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseModel:
+        """The copy shares its parameters with a copy of the user's model."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        memo[id(self._hidden["source"])] = own_copy(self._hidden["source"])
+        source = self._hidden["source"]
+        memo[id(source)] = copied = own_copy(source)
+        links = self._hidden["links"]
+        memo.update(sharing.copies(source, copied) if links else {})
         for key, value in self.__getstate__().items():
             new.__dict__[key] = copy.deepcopy(value, memo)
+        sharing.follow(new.model, copied, links)
         return new
 
 

@@ -74,7 +74,7 @@ class Cut:
                     tensor.mul_(kept.view(line))
         for path, labels in self.walk.normed.items():
             if not bool(self.keeps(labels).all()):
-                norm: Any = sparse_module(gm.get_submodule(path), None)
+                norm: Any = sparse_module(gm.get_submodule(path))
                 norm.kept = self.keeps(labels).to(next((p.device for p in gm.parameters()), None))
                 _set_module(gm, path, norm)
         for node in gm.graph.nodes:

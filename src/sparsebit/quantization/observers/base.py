@@ -97,6 +97,7 @@ class Observer(nn.Module):
     TYPE: ClassVar[str] = ""
     min_val: Tensor  # the range last computed: () before, (1,) or (channels,) after
     max_val: Tensor
+    kept: list[Tensor]  # whole batches, see data_cache
 
     class Params(Config):
         """Options of an observer, read from OBSERVER.<TYPE> of the config."""
@@ -135,7 +136,7 @@ class Observer(nn.Module):
         self.low: Tensor | None = None
         self.high: Tensor | None = None
         self.batches = 0
-        self.kept: list[Tensor] = []  # whole batches, see data_cache
+        self.kept = []
 
     # -- seeing data ---------------------------------------------------------------------------------
     @torch.no_grad()
@@ -201,11 +202,13 @@ class Observer(nn.Module):
     @torch.no_grad()
     def calc_qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point, (channels,) or (1,); the range is kept as `min_val` and `max_val`."""
-        self.seen_range()
-        home = self.min_val.device
-        low, high = self.calc_minmax()
-        self.min_val, self.max_val = (t.detach().float().reshape(-1).to(home) for t in (low, high))
+        self._set_range(*self.seen_range())  # where calc_minmax() of a user's class finds it
+        self._set_range(*self.calc_minmax())
         return self.calc_qparams_with_minmax(self.min_val, self.max_val)
+
+    def _set_range(self, low: Tensor, high: Tensor) -> None:
+        home = self.min_val.device
+        self.min_val, self.max_val = (t.detach().float().reshape(-1).to(home) for t in (low, high))
 
     def calc_qparams_with_minmax(self, min_val: Tensor, max_val: Tensor) -> tuple[Tensor, Tensor]:
         qparams = qparams_from_minmax(min_val, max_val, self.spec)

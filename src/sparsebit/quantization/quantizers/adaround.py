@@ -78,6 +78,7 @@ class SoftRounding:
 @register_quantizer
 class AdaRoundQuantizer(BaseQuantizer):
     TYPE = "adaround"
+    broadcasts = False
     shift: Tensor
 
     class Params(Config):

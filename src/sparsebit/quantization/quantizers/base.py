@@ -29,7 +29,6 @@ from sparsebit.numeric.pair_sums import exact_scale, keep_pairs, needs_rule
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
-from sparsebit.registry import is_built_in
 
 UNUSED = -1.0  # the scale of a quantizer that saw no data
 
@@ -61,8 +60,11 @@ class Quantizer(nn.Module):
     TYPE: ClassVar[str] = ""
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
     zero_point: Tensor
-    # True: the observer keeps whole batches; None: where a class of the user defines calc_qparams(), which may read them
-    keeps_batches: ClassVar[bool | None] = None
+    # Each of these two is True for a class that defines the method, unless the class says False.
+    keeps_batches: ClassVar[bool] = False  # calc_qparams() finds all batches in self.observer.data_cache
+    broadcasts: ClassVar[bool] = (
+        False  # _forward() gets scales that broadcast over x, in place of (channels,)
+    )
 
     class Params(Config):
         """Options of a quantizer, read from QUANTIZER.<TYPE> of the config."""
@@ -75,9 +77,8 @@ class Quantizer(nn.Module):
         self.register_buffer("scale", torch.zeros(1))
         self.register_buffer("zero_point", torch.zeros(1))
         self.observer = build_observer(config, self.qdesc)
-        self.own_formula = _is_users(type(self), "_forward")
-        reads_batches = self.keeps_batches is None and _is_users(type(self), "calc_qparams")
-        self.observer.keeps_batches |= bool(self.keeps_batches) or reads_batches
+        self._broadcasts = _applies(type(self), "broadcasts", "_forward")
+        self.observer.keeps_batches |= _applies(type(self), "keeps_batches", "calc_qparams")
         self.dims: int | None = None  # of the values that it quantizes, once that is known
         self.mode = Mode.FLOAT
         self.absorbed: bool = (
@@ -137,15 +138,12 @@ class Quantizer(nn.Module):
     def rounded(self, x: Tensor) -> Tensor:
         """`x` on the grid, in any mode."""
         scale, zero_point = self._qparams_preprocess(x)
-        if (
-            not self.own_formula
-        ):  # the library's own classes take (channels,): every view costs a small weight 10 %
+        if not self._broadcasts:  # a view of the scales takes as long as rounding a small weight
             return self._forward(x, scale, zero_point)
         spec = self.spec
-        if spec.group is not None:
-            rows = in_groups(x, spec.group)
-            return self._forward(rows, scale.reshape(-1, 1), zero_point.reshape(-1, 1)).reshape(x.shape)
-        return self._forward(x, _over(x, scale, spec.axis), _over(x, zero_point, spec.axis))
+        rows = in_groups(x, spec.group)
+        y = self._forward(rows, _over(rows, scale, spec.axis), _over(rows, zero_point, spec.axis))
+        return y.reshape(x.shape).to(x.dtype)  # a float32 scale makes float32 of half precision
 
     @property
     def keeps_pairs(self) -> bool:
@@ -327,6 +325,12 @@ class Quantizer(nn.Module):
         return f"{text}, range=[{lo.min():.4g}, {hi.max():.4g}], {'on' if self.use_quant else 'off'}"
 
     # -- checkpoints ---------------------------------------------------------------------------------
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save the grid as (channels,), whatever shape a class of the user gave it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in () if keep_vars else ("scale", "zero_point"):
+            destination[prefix + name] = _flat(destination[prefix + name])
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take scale and zero point in whatever shape they were saved: (1,), (C,), or the old (C, 1, 1, 1)."""
         for name in ("scale", "zero_point"):
@@ -355,9 +359,10 @@ class Quantizer(nn.Module):
         return self
 
 
-def _is_users(cls: type[Quantizer], method: str) -> bool:
-    """Is this method of the class written by the user?"""
-    return not is_built_in(next(c for c in cls.__mro__ if method in vars(c)))
+def _applies(cls: type[Quantizer], option: str, method: str) -> bool:
+    """What a class says about `option`; True for a class that defines `method` and says nothing."""
+    nearest = next(c for c in cls.__mro__ if option in vars(c) or method in vars(c))
+    return bool(vars(nearest).get(option, True))
 
 
 def _over(x: Tensor, p: Tensor, axis: int | None) -> Tensor:

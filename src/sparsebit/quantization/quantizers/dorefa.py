@@ -17,6 +17,7 @@ from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 @register_quantizer
 class DoReFaQuantizer(BaseQuantizer):
     TYPE = "dorefa"
+    broadcasts = False
     plain: Tensor  # True: the values are what tanh made of them already
 
     def __init__(self, config: Any):

@@ -39,6 +39,7 @@ def lsq_grad_scale(x: Tensor, quantizer: BaseQuantizer) -> float:
 @register_quantizer
 class LSQQuantizer(BaseQuantizer):
     TYPE = "lsq"
+    keeps_batches = False
 
     def __init__(self, config: Any):
         super().__init__(config)

@@ -21,6 +21,7 @@ from sparsebit.quantization.quantizers.lsq import lsq_grad_scale
 @register_quantizer
 class LSQPlusQuantizer(BaseQuantizer):
     TYPE = "lsq+"
+    keeps_batches = False
 
     def __init__(self, config: Any):
         super().__init__(config)

@@ -22,6 +22,7 @@ from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 @register_quantizer
 class PACTQuantizer(BaseQuantizer):
     TYPE = "pact"
+    keeps_batches = broadcasts = False
 
     class Params(Config):
         alpha_value: float = Field(10.0, gt=0, description="where the clipping bound starts at most")

@@ -34,10 +34,10 @@ def register_smodule(sources: Iterable[Any]) -> Callable[[M], M]:
     return add
 
 
-def sparse_module(org_module: nn.Module, config: Any) -> SparseOpr:
+def sparse_module(org_module: nn.Module) -> SparseOpr:
     """The masked form of a layer: the registered one of its class, or one made for it."""
     kind = type(org_module)
-    return (SMODULE_MAP.get(kind) or masked_class(kind))(org_module, config)
+    return (SMODULE_MAP.get(kind) or masked_class(kind))(org_module)
 
 
 def masked_class(kind: type[nn.Module]) -> type[SparseOpr]:

@@ -25,28 +25,49 @@ class SparseOpr(nn.Module):
     moments: Any = None  # of its inputs (refit.py)
     sparser: Any
 
-    def __init__(self, org_module: nn.Module, config: Any = None):
+    def __init__(self, org_module: nn.Module | None = None, config: Any = None):
+        """Without a layer, as a class of the original's style calls it: such a class takes what it needs by itself."""
         nn.Module.__init__(self)
+        self.sparser = None
+        if org_module is None:
+            return
         for name, value in vars(org_module).items():  # the same layer: its parameters, options and hooks
             self.__dict__[name] = value.copy() if isinstance(value, dict) else value
         for name, p in org_module.named_parameters():
             self.register_buffer(mask_name(name), torch.ones(p.shape, dtype=torch.bool, device=p.device))
-        self.sparser = None
         if config is not None:
             self.build_sparser(config)
 
     def build_sparser(self, config: Any) -> None:
         from sparsebit.sparse.sparsers import build_sparser
 
-        self.sparser = build_sparser(config, self)
+        self.sparser = build_sparser(config, self).train(self.training)
 
     def layer_parameters(self) -> dict[str, nn.Parameter]:
         """Those of the layer, without its sparser's."""
         return {k: p for k, p in self.named_parameters() if not k.startswith("sparser.")}
 
     def mask_of(self, parameter: str) -> Tensor:
-        mask: Tensor = self._buffers[mask_name(parameter)]  # type: ignore[assignment]
+        """All ones for a parameter without a mask, as a class of the user's own may have it."""
+        mask = self._buffers.get(mask_name(parameter))
+        if mask is None:
+            return torch.ones_like(self.get_parameter(parameter), dtype=torch.bool)
         return mask
+
+    def calc_mask(self, pre_mask: Tensor | None = None) -> Tensor | None:
+        """Set the masks of this layer alone, as its sparser says. calc_params() calls it where a subclass has its own.
+
+        pre_mask   which channels the layer in front of this one keeps, if it told
+        Returns which channels this one keeps, if whole channels go.
+        """
+        mask = self.sparser.calc_mask(self.weight)
+        self.mask_of("weight").copy_(mask)
+        if self.sparser.kind == "unstructured":
+            return None
+        kept: Tensor = mask.flatten(1).any(1)
+        if getattr(self, "bias", None) is not None:
+            self.mask_of("bias").copy_(kept)
+        return kept
 
     def reset_masks(self) -> None:
         for name in self.layer_parameters():

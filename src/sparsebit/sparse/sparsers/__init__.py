@@ -22,7 +22,7 @@ def register_sparser(cls: S) -> S:
 def build_sparser(config: Any, opr: Any = None) -> Sparser:
     """The sparser that a SparseConfig, or its SPARSER section, asks for; `opr` is the layer it is for."""
     section = getattr(config, "sparser", config)
-    return SPARSERS_MAP[section.strategy](section, opr)
+    return SPARSERS_MAP[section.strategy](config, opr)
 
 
 SPARSERS_MAP.discover(__name__)

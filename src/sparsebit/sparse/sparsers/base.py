@@ -2,7 +2,8 @@
 
 A new sparser is a file with a class that has a STRATEGY and `weights(layer)`, the worth of every single weight; the
 worth of a channel is their sum unless it says otherwise in `channels(layer, name, axis)`. One that needs data says so
-in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch.
+in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch. A sparser as the original had them defines
+`calc_mask(x)` instead: it gets a weight, and returns its mask (decided.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from sparsebit.config import Config
 from sparsebit.errors import ConfigError
+from sparsebit.numeric.masks import keep_best
 
 OTHERS = {"l1norm": "", "wanda": " with batches", "taylor": " with batches and a loss"}  # judge most layers
 BOTH = ("structured", "unstructured")
@@ -60,7 +62,34 @@ class Sparser(nn.Module):
     # -- what a subclass defines ---------------------------------------------------------------------
     def weights(self, layer: nn.Module, name: str = "weight") -> Tensor:
         """Worth of every weight, in the shape of the parameter `name`."""
-        raise NotImplementedError(f"{type(self).__name__} must define weights()")
+        raise NotImplementedError(f"{type(self).__name__} must define weights(layer, name) or calc_mask(x)")
+
+    def calc_mask(self, x: Tensor) -> Tensor:
+        """The mask of the weight `x`: true, or one, for what stays. `self.ratio` says how much goes.
+
+        This one is for layers of the user's own, which ask for it. A subclass that defines it decides with it: single
+        weights, or whole output channels where TYPE is structured.
+        """
+        layer = nn.Module()
+        layer.register_parameter("weight", nn.Parameter(x.detach(), requires_grad=False))
+        if self.kind == "unstructured":
+            return keep_best(self.weights(layer), self.ratio, self.PER_ROW)
+        worth = self.channels(layer, "weight", 0, True)
+        if worth is None:
+            raise ConfigError(
+                f"STRATEGY: {self.strategy} says nothing about single weights; use l1norm, or another"
+            )
+        kept = keep_best(worth, self.ratio)
+        return kept.view(-1, *[1] * (x.dim() - 1)).expand(x.shape)
+
+    @property
+    def decides(self) -> bool:
+        """Whether a subclass decides by calc_mask(x), and not by the worth of weights."""
+        classes = type(self).__mro__
+        masks, worths = (
+            next(cls for cls in classes if name in vars(cls)) for name in ("calc_mask", "weights")
+        )
+        return masks is not Sparser and issubclass(masks, worths)
 
     def channels(self, layer: nn.Module, name: str, axis: int, makes: bool) -> Tensor | None:
         """Worth of every position on `axis` of the parameter `name`; None: it says nothing about them.

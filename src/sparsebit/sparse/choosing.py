@@ -1,0 +1,60 @@
+"""Which channels go: those of least worth, as many as ratios or a budget say, and those that plug-ins decide on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import ConfigError
+from sparsebit.sparse import allocate
+from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.decided import decisions
+from sparsebit.sparse.masking import oprs_of, without_masks
+from sparsebit.sparse.scores import check_judged, class_ratios, class_scores
+from sparsebit.sparse.sparse_config import SparserConfig
+from sparsebit.sparse.surgery import Cut
+
+log = logging.getLogger("sparsebit")
+
+
+def choose_channels(
+    model: fx.GraphModule,
+    walk: Walk,
+    section: SparserConfig,
+    told: dict[str, Any],
+    share: float,
+    budget: Mapping[str, float],
+    progress: bool | None,
+) -> Cut:
+    """`told` is what layers with their own calc_mask() returned, `share` how much of the ratios is due."""
+    oprs = oprs_of(model)
+    scores = class_scores(walk, oprs)
+    ratios = class_ratios(walk, oprs, section.ratio)
+    if budget and not bool((ratios > 0).any()):
+        raise ConfigError("RATIO: is 0 for every layer, so that all stay whole; a budget needs one above 0")
+    judged, goes = decisions(walk, oprs, told, share)
+    if not bool(judged.any()):
+        check_judged(walk, oprs, scores, ratios)
+    elif budget:
+        raise ConfigError(f"{next(iter(budget))}: a budget needs a sparser with weights(), not calc_mask()")
+    ratios[without_masks(model, walk)] = 0.0
+    known = scores.isfinite() & (ratios > 0) & ~judged
+    spread = allocate.together if section.scope == "global" else allocate.uniform
+
+    def choose(ratio: float) -> Tensor:
+        shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
+        return spread(walk, scores, shares, section.round_to)
+
+    if budget:
+        ((name, left),) = budget.items()
+        dropped = allocate.within(walk, choose, name, left, section.round_to, progress)
+    else:
+        decided = [classes[goes[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
+        dropped = torch.cat([choose(share), *decided])
+    if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
+        log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
+    return Cut(walk, dropped)
