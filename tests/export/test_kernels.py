@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import sparsebit
 from models import Attention, images, small_net
 from sparsebit import QuantConfig
-from sparsebit.export import runtime
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -34,6 +34,7 @@ class ExportReport:
     floating: dict[str, int] = field(default_factory=dict)
     why_float: dict[str, str] = field(default_factory=dict)  # by module: why it has no integer kernel
     notes: list[str] = field(default_factory=list)
+    pair_rule: str = ""  # whether the weights follow it, and its price
     others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
     uncalibrated: bool = False  # nobody had calibrated the model: the scales are 1
 
@@ -57,6 +58,7 @@ class ExportReport:
             "float_ops": self.floating,
             "why_float": self.why_float,
             "quantizers": self.quantizers,
+            "pair_rule": self.pair_rule,
             "notes": self.notes,
         }
 
@@ -79,6 +81,7 @@ class ExportReport:
             *((f"in {name}", str(run)) for name, run in self.others.items()),
             ("noise floor", f"{c.floor} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),
+            *((("pair rule", self.pair_rule),) if self.pair_rule else ()),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),
         ]
