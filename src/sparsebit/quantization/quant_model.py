@@ -22,6 +22,7 @@ from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
 from sparsebit.quantization.first_batch import fits, take_over, waiting_for_batch, was_changed
 from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
+from sparsebit.quantization.legacy_state import read_original
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.pipeline import (
     CONVERT_PASSES,
@@ -290,6 +291,11 @@ class QuantModel(nn.Module):
         """A saved QuantModel again; `model` is the float model it was made from, `options` go to QuantModel."""
         qmodel: QuantModel = load_checkpoint(lambda config: cls(model, config, **options), Path(folder))
         return qmodel
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A state dict of the original gets our names first."""
+        read_original(self.model, state_dict, f"{prefix}model.", *args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- tools ---------------------------------------------------------------------------------------
     def dump_mermaid(self, f: Any) -> None:

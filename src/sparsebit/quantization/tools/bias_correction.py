@@ -62,7 +62,7 @@ class InputMean:
             return
         weight = module.weight
         assert isinstance(weight, Tensor)
-        rounded = quantizer._forward(weight, *quantizer._qparams_preprocess(weight))
+        rounded = quantizer.rounded(weight)
         assert module.output_shift is not None
         shift = module.output_shift((weight - rounded).double(), self.sum.mean())
         with torch.inference_mode(False):

@@ -185,7 +185,7 @@ def _observed(quantizer: Quantizer, x: Tensor) -> tuple[int, int]:
     except CalibrationError:  # NaN in the example: calibration will say so, with the layer's name
         return 0, 0
     total = _bytes_below(vars(probe))
-    per_batch = 0 if probe.data_cache is None or probe.is_weight else x.numel() * 4
+    per_batch = 0 if not probe.keeps_batches or probe.is_weight else x.numel() * 4
     return total - per_batch, per_batch
 
 
