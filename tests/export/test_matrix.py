@@ -105,8 +105,8 @@ def test_every_op_has_the_models_codes(build, bits, shift, tmp_path, monkeypatch
     qmodel = build(SCHEMES[shift], SCHEMES[(shift + bits) % 4], bits)
     report = certified(qmodel, tmp_path / "m.onnx")
     assert report.opset == (25 if bits == 2 else 21 if bits < 5 else 18)
-    # optimised, the runtime is as close as float rounding and rounded biases allow, and CPUs that cut sums
-    assert report.certificate.runtime.noise_db < (-25 if runtime.saturates() else -45)
+    # MatMulNBits rounds the input of products with float activations to 8 bits
+    assert report.certificate.runtime.noise_db < -25
 
 
 @pytest.mark.parametrize("backend", ["virtual", "openvino"])

@@ -91,10 +91,10 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
-    from sparsebit.export.runtime import feeds, run
+    from sparsebit.export.runtime import feeds, run, session
 
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    sessions = {name: _session(file) for name, file in files.items()}
+    sessions = {name: session(file) for name, file in files.items()}
     shapes = [i.shape for s in sessions.values() for i in s.get_inputs()]
     if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
@@ -118,19 +118,6 @@ def _rounds() -> Iterator[int]:
         if i >= 3 and time.perf_counter() - started > SECONDS:
             return
         yield i
-
-
-def _session(file: Path) -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = len(_cores())
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    try:
-        return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # onnxruntime's own classes
-        raise ExportError(f"{file}: onnxruntime does not load the file: {one_line(error)}") from None
 
 
 def _cores() -> list[int]:

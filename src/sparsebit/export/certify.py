@@ -2,29 +2,35 @@
 
 (a) locally, optimisation off: every quantizer's codes from the runtime's own input to it, and every op between
     two quantizers recomputed in torch from the runtime's own values, so that a flipped code upstream can neither
-    hide nor fake an error; (b) end to end, as users run it; (c) the model's own noise floor: how far its output
-    moves when its input moves by 1e-5. (b) is judged against (c).
+    hide nor fake an error; (b) end to end, in a plain session, as a user loads the file, every output by itself.
+
+(b) must be within one of three limits: 6 dB above the model's own noise floor (how far its output moves when its
+input moves by 1e-5); 6 dB below the error of quantization itself, so that the file is at most 1 dB less accurate than
+the model that was measured; -50 dB. Labels likewise.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, Rows
+from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, EndToEnd, OutputNoise, Rows
 from sparsebit.export.marks import Mark
-from sparsebit.export.runtime import EXACT_SUMS, Array
+from sparsebit.export.runtime import Array
 from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
 
 if TYPE_CHECKING:
     from sparsebit.export.lowered import Site
 
 MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
-ABOVE_FLOOR, QUIET = 6.0, -40.0  # dB: what is worth a remark end to end, and what never is
+ABOVE_FLOOR = 6.0  # dB
+BELOW_QUANTIZATION = 6.0  # dB: errors that add up to 1 dB
+QUIET = -50.0  # dB
+MORE_LABELS = 0.01  # of all labels, beside those that the noise floor and quantization explain
 
 
 @dataclass
@@ -81,6 +87,8 @@ class Certificate(Comparison):
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
     output_error: float = 0.0  # of the outputs in (a), as a share of the largest value
     order: list[str] = field(default_factory=list)
+    quantization: EndToEnd = field(default_factory=EndToEnd)  # the quantized model against the float one
+    start: str = ""  # of a file whose outputs differ in a plain session: the first tensor that does
 
     @property
     def codes(self) -> int:
@@ -94,23 +102,29 @@ class Certificate(Comparison):
     def wrong(self) -> int:
         return sum(q.wrong for q in self.quantizers.values())
 
-    def remarks(self) -> list[str]:
-        """(b) judged against (c)."""
-        noise, floor = self.runtime.noise_db, self.floor.noise_db
-        quiet = max(floor + ABOVE_FLOOR, QUIET)
+    def allowed(self, name: str) -> tuple[float, int]:
+        """How far an output may be from the model's, in dB, and how many of its labels may differ."""
+        floor, quantization = self.floor_of(name), self.quantization.outputs.get(name, OutputNoise())
+        noise = max(floor.noise_db + ABOVE_FLOOR, quantization.noise_db - BELOW_QUANTIZATION, QUIET)
+        chance = floor.labels_differ + 3 * math.sqrt(floor.labels_differ)
+        labels = max(chance, quantization.labels_differ / 2) + max(MORE_LABELS * floor.labels, 1)
+        return noise, math.ceil(labels)
+
+    def output_failures(self) -> list[str]:
+        """The outputs that a plain session computes otherwise than the model."""
         found = []
-        if noise > quiet:
-            found.append(
-                f"optimised, the runtime is {noise:.0f} dB from the model, whose own noise floor is {floor:.0f} dB: "
-                f"its kernels compute something else on this machine, or more `batches` are needed to tell"
-            )
-        if self.cut_sums and self.cut_sums.noise_db > quiet:
-            found.append(
-                f"this CPU has no VNNI: onnxruntime adds uint8 x int8 products in 16 bits, where sums are cut "
-                f"({self.cut_sums.noise_db:.0f} dB from the model), unless a session has the option "
-                f"{EXACT_SUMS} = 1, which was set here (it does not load weights that two layers share)"
-            )
+        for name, output in self.runtime.outputs.items():
+            noise, labels = self.allowed(name)
+            if not output.noise_db <= noise:
+                found.append(
+                    f"the output {name} is {output.noise_db:.1f} dB from the model's; {noise:.1f} is allowed"
+                )
+            elif output.labels_differ > labels:
+                found.append(f"the output {name}: {output.labels_differ} labels differ; {labels} are allowed")
         return found
+
+    def remarks(self) -> list[str]:
+        return []
 
     def failures(self) -> list[str]:
         found = []
@@ -125,11 +139,8 @@ class Certificate(Comparison):
         allowed = max(MOST_AT_BOUNDARY * self.codes, 2)
         if self.at_boundary > allowed and self.rounding == FLOAT_ROUNDING:
             found.append(f"{self.at_boundary} of {self.codes} codes lie on another side of a boundary")
-        if not np.isfinite(self.runtime.noise):
-            found.append(
-                "with all optimisations on, the output has another shape, or values that are not finite"
-            )
-        return found
+        outputs = self.output_failures()
+        return [*found, *([self.start] if outputs and self.start else []), *outputs]
 
     def as_dict(self) -> dict[str, Any]:
         local = {
@@ -139,7 +150,14 @@ class Certificate(Comparison):
             "at_boundary": self.at_boundary,
             "output_error": self.output_error,
         }
-        return {"local": local, **super().as_dict()}
+        allowed = {name: self.allowed(name) for name in self.runtime.outputs}
+        limits = {name: {"noise_db": noise, "labels": labels} for name, (noise, labels) in allowed.items()}
+        return {
+            "local": local,
+            "allowed": limits,
+            "quantization": self.quantization.as_dict(),
+            **super().as_dict(),
+        }
 
     def rows(self) -> Rows:
         rounding = f"{self.at_boundary} codes on a boundary, outputs within {self.output_error:.1e}"

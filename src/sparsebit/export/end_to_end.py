@@ -1,4 +1,4 @@
-"""Two runs of one model on the same batches: how far their outputs are apart.
+"""Two runs of one model on the same batches: how far their outputs are apart, each output by itself.
 
 A file is compared with the model it was made from, and the model with itself when its input moves by 1e-5: the
 model's own noise floor. No runtime can be asked to be nearer than that. Labels that flip are few and random, so the
@@ -7,7 +7,7 @@ input is moved in three ways, and the highest of the three counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,27 +27,37 @@ DRAWS = 3  # of noise
 Rows = list[tuple[str, str]]
 
 
+def class_axis(shape: tuple[int, ...]) -> int | None:
+    """The axis of the classes in an output: 1 for (N, C) and pictures (N, C, H, W), the last for tokens (N, L, C)."""
+    if len(shape) < 2:
+        return None
+    axis = 2 if len(shape) == 3 else 1
+    return axis if shape[axis] > 1 else None
+
+
 @dataclass
-class EndToEnd:
-    """Outputs of two runs of the same model on the same batches."""
+class OutputNoise:
+    """One output of two runs of a model."""
 
     signal: float = 0.0
     noise: float = 0.0
     largest: float = 0.0
+    axis: int | None = None  # of the classes
     labels: int = 0
     labels_differ: int = 0
 
-    def add(self, expected: list[Array], got: list[Array]) -> None:
-        if [e.shape for e in expected] != [g.shape for g in got]:
+    def add(self, expected: Array, got: Array) -> None:
+        if expected.shape != got.shape:
             self.noise = self.largest = float("inf")
             return
-        for e, g in zip(expected, got):
-            apart = difference(e, g)
-            self.signal += float((np.nan_to_num(e, posinf=0, neginf=0).astype(np.float64) ** 2).sum())
-            self.noise += float((apart**2).sum())
-            self.largest = max(self.largest, float(apart.max(initial=0)))
-        if expected and expected[0].ndim >= 2 and expected[0].shape[-1] > 1:
-            a, b = expected[0].argmax(-1), got[0].argmax(-1)
+        apart = difference(expected, got)
+        finite = np.nan_to_num(expected, posinf=0, neginf=0).astype(np.float64)
+        self.signal += float((finite**2).sum())
+        self.noise += float((apart**2).sum())
+        self.largest = max(self.largest, float(apart.max(initial=0)))
+        self.axis = class_axis(expected.shape)
+        if self.axis is not None:
+            a, b = expected.argmax(self.axis), got.argmax(self.axis)
             self.labels += a.size
             self.labels_differ += int((a != b).sum())
 
@@ -62,28 +72,92 @@ class EndToEnd:
         return {
             "noise_db": self.noise_db,
             "largest_difference": self.largest,
+            "class_axis": self.axis,
             "labels": self.labels,
             "labels_differ": self.labels_differ,
         }
+
+    def __str__(self) -> str:
+        labels = ""
+        if self.labels:
+            labels = f", {self.labels_differ} of {self.labels} labels differ (classes on axis {self.axis})"
+        return f"{self.noise_db:.1f} dB, largest difference {self.largest:.2g}{labels}"
+
+
+@dataclass
+class EndToEnd:
+    """All outputs of two runs of the same model on the same batches, by name."""
+
+    outputs: dict[str, OutputNoise] = field(default_factory=dict)
+
+    def add(self, names: Sequence[str], expected: list[Array], got: list[Array]) -> None:
+        """One batch."""
+        for i, name in enumerate(names):
+            output = self.outputs.setdefault(name, OutputNoise())
+            if i < min(len(expected), len(got)):
+                output.add(expected[i], got[i])
+        if len(expected) != len(got):
+            extra = self.outputs.setdefault("the number of outputs", OutputNoise())
+            extra.noise = extra.largest = float("inf")
+
+    @property
+    def worst(self) -> OutputNoise:
+        """The output that is furthest away."""
+        return max(self.outputs.values(), key=lambda o: (o.noise_db, o.labels_differ), default=OutputNoise())
+
+    @property
+    def noise_db(self) -> float:
+        return self.worst.noise_db
+
+    @property
+    def largest(self) -> float:
+        return max((o.largest for o in self.outputs.values()), default=0.0)
+
+    @property
+    def labels(self) -> int:
+        return sum(o.labels for o in self.outputs.values())
+
+    @property
+    def labels_differ(self) -> int:
+        return sum(o.labels_differ for o in self.outputs.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "noise_db": self.noise_db,
+            "largest_difference": self.largest,
+            "labels": self.labels,
+            "labels_differ": self.labels_differ,
+            "outputs": {name: output.as_dict() for name, output in self.outputs.items()},
+        }
+
+    def __str__(self) -> str:
+        if len(self.outputs) < 2:
+            return str(self.worst)
+        name = next(name for name, output in self.outputs.items() if output is self.worst)
+        return f"{self.worst} in {name}, the furthest of {len(self.outputs)} outputs"
 
 
 @dataclass
 class Comparison:
     """What every certificate has: the file against the model, and the model against itself."""
 
-    runtime: EndToEnd = field(default_factory=EndToEnd)  # as users run it, all optimisations on
+    runtime: EndToEnd = field(default_factory=EndToEnd)  # a plain session, as users load the file
     floors: list[EndToEnd] = field(default_factory=lambda: [EndToEnd() for _ in range(DRAWS)])
-    cut_sums: EndToEnd | None = None  # as `runtime`, on a CPU where onnxruntime's default `saturates`
     rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
 
     @property
     def floor(self) -> EndToEnd:
         """The highest of the draws."""
-        return max(self.floors, key=lambda draw: (draw.labels_differ, draw.noise))
+        return max(self.floors, key=lambda draw: (draw.labels_differ, draw.noise_db))
 
-    def add_moved(self, expected: list[Array], moved: list[list[Array]]) -> None:
+    def floor_of(self, name: str) -> OutputNoise:
+        """The highest of the draws for one output."""
+        draws = [draw.outputs.get(name, OutputNoise()) for draw in self.floors]
+        return max(draws, key=lambda o: (o.noise_db, o.labels_differ))
+
+    def add_moved(self, names: Sequence[str], expected: list[Array], moved: list[list[Array]]) -> None:
         for draw, outputs in zip(self.floors, moved):
-            draw.add(expected, outputs)
+            draw.add(names, expected, outputs)
 
     def failures(self) -> list[str]:
         """What does not hold, in the order of the graph: the first is where it starts."""
@@ -95,8 +169,7 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         draws = {"draws": [{"noise_db": d.noise_db, "labels_differ": d.labels_differ} for d in self.floors]}
-        found = {"end_to_end": self.runtime.as_dict(), "noise_floor": {**self.floor.as_dict(), **draws}}
-        return found if self.cut_sums is None else {**found, "cut_sums": self.cut_sums.as_dict()}
+        return {"end_to_end": self.runtime.as_dict(), "noise_floor": {**self.floor.as_dict(), **draws}}
 
     def rows(self) -> Rows:
         """Its own lines of the report."""

@@ -54,8 +54,8 @@ class PlainCertificate(Comparison):
         self, names: Sequence[str], expected: list[Array], got: list[Array], moved: list[list[Array]]
     ) -> float:
         """One batch; returns its largest error."""
-        self.runtime.add(expected, got)
-        self.add_moved(expected, moved)
+        self.runtime.add(names, expected, got)
+        self.add_moved(names, expected, moved)
         if len(expected) != len(got):
             self.outputs[f"count ({len(got)}, the model has {len(expected)})"] = OutputCheck(math.inf)
             return math.inf

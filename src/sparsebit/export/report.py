@@ -34,6 +34,7 @@ class ExportReport:
     floating: dict[str, int] = field(default_factory=dict)
     why_float: dict[str, str] = field(default_factory=dict)  # by module: why it has no integer kernel
     notes: list[str] = field(default_factory=list)
+    pair_rule: str = ""  # whether the weights follow it, and its price
     others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
     uncalibrated: bool = False  # nobody had calibrated the model: the scales are 1
 
@@ -57,6 +58,7 @@ class ExportReport:
             "float_ops": self.floating,
             "why_float": self.why_float,
             "quantizers": self.quantizers,
+            "pair_rule": self.pair_rule,
             "notes": self.notes,
         }
 
@@ -75,21 +77,17 @@ class ExportReport:
             ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
             *c.rows(),
-            ("as users run it", _end_to_end(c.runtime)),
-            *((f"in {name}", _end_to_end(run)) for name, run in self.others.items()),
-            ("noise floor", f"{_end_to_end(c.floor)} (input moved by 1e-5, the highest of {len(c.floors)})"),
+            ("as users run it", str(c.runtime)),
+            *((f"in {name}", str(run)) for name, run in self.others.items()),
+            ("noise floor", f"{c.floor} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),
+            *((("pair rule", self.pair_rule),) if self.pair_rule else ()),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),
         ]
         return "\n".join(f"{key:<16} {text}" for key, text in rows)
 
     __repr__ = __str__
-
-
-def _end_to_end(run: Any) -> str:
-    labels = f", {run.labels_differ} of {run.labels} labels differ" if run.labels else ""
-    return f"{run.noise_db:.1f} dB, largest difference {run.largest:.2g}{labels}"
 
 
 def _counts(counts: Any) -> str:

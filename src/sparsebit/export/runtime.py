@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections import Counter
@@ -28,54 +27,26 @@ COMPUTE = frozenset(
 )
 
 
-EXACT_SUMS = "session.x64quantprecision"  # onnxruntime's option for CPUs on which `saturates`
+def session(path: str | Path, optimised: bool = True, save: str | None = None) -> Any:
+    """An onnxruntime session on the CPU as users load a file: no option has another value than its default.
 
-
-@functools.cache
-def saturates() -> bool:
-    """Does onnxruntime cut sums here? Without VNNI an x86 CPU adds two products of uint8 and int8 in 16 bits."""
-    require("onnx", "onnxruntime")
-    import onnxruntime as ort
-    from onnx import TensorProto, helper, numpy_helper
-
-    weight = numpy_helper.from_array(np.full((64, 16), 127, np.int8), "w")
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger", ["x", "w"], ["y"])],
-        "probe",
-        [helper.make_tensor_value_info("x", TensorProto.UINT8, [1, 64])],
-        [helper.make_tensor_value_info("y", TensorProto.INT32, [1, 16])],
-        [weight],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-    probe = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = probe.run(None, {"x": np.full((1, 64), 255, np.uint8)})
-    return bool((found != 64 * 127 * 255).any())
-
-
-def session(
-    path: str | Path, optimised: bool = True, save: str | None = None, exact_sums: bool = True
-) -> Any:
-    """An onnxruntime session on the CPU; `save` writes the optimised graph; see `saturates` for `exact_sums`."""
+    optimised   False: every optimisation is off.
+    save        write the optimised graph there.
+    """
     require("onnxruntime")
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised, with a reason
+    options.log_severity_level = 4  # errors are raised, with a reason
     level = ort.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimised else level.ORT_DISABLE_ALL
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # other work may go on beside it
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # float accumulation
-    exact_sums = optimised and exact_sums and saturates()
-    if exact_sums:
-        options.add_session_config_entry(EXACT_SUMS, "1")
+    if not optimised:
+        options.graph_optimization_level = level.ORT_DISABLE_ALL
     if save:
         options.graph_optimization_level = level.ORT_ENABLE_EXTENDED  # without layouts of this very machine
         options.optimized_model_filepath = save
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        if exact_sums:  # with it, onnxruntime 1.31 does not load weights that two layers share
-            return session(path, optimised, save, exact_sums=False)
         raise ExportError(f"{path}: onnxruntime does not load the file: {error}") from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export.operands import CommonType
@@ -67,7 +68,35 @@ def to_program(
         raise ExportError(_explain(error, model)) from error
     assert program is not None
     register_constants(program.model.graph)
+    if not output_names:
+        name_outputs(program)
     return program
+
+
+def name_outputs(program: Any) -> None:
+    """The outputs of a model that returns a dict are called as its keys."""
+    spec = program.exported_program.call_spec.out_spec
+    outputs = program.model.graph.outputs
+    shown = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    if not isinstance(shown, Mapping) or spec.num_leaves != len(outputs):
+        return
+    names = ["_".join(map(_key, path)) for path, _ in pytree.tree_flatten_with_path(shown)[0]]
+    values = [value for node in program.model.graph.all_nodes() for value in node.outputs]
+    taken = {value.name for value in program.model.graph.inputs} | set(program.model.graph.initializers)
+    are_distinct = len({id(value) for value in outputs}) == len(outputs) == len(set(names))
+    if not are_distinct or taken & {*names, *(value.name for value in outputs)}:
+        return
+    for value in values:
+        if value.name in names and value not in outputs:
+            value.name = f"{value.name}_inside"
+    for value, name in zip(outputs, names):
+        value.name = name
+
+
+def _key(entry: Any) -> str:
+    """A part of a path in a nested output: the key of a dict, or the place in a list."""
+    found = getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry)))
+    return str(found)
 
 
 def register_constants(graph: Any) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsebit.errors import ExportError
 from sparsebit.export.marks import Mark, Marks
+from sparsebit.export.wrong_kernels import is_wrong
 
 LOWEST_OPSET, HIGHEST_OPSET = 18, 25  # LOWEST: of torch's exporter
 SINCE = {2: 25, 4: 21, 8: LOWEST_OPSET, 16: 21}  # bits of the type -> opset
@@ -21,6 +22,8 @@ BLOCKS_SINCE = 21  # DequantizeLinear with block_size
 def container_bits(mark: Mark) -> int:
     """3 bits of a weight live in a 4-bit type, 5 to 7 in an 8-bit one."""
     least = mark.spec.bits if mark.is_weight else max(mark.spec.bits, 8)
+    if least <= 2 and mark.weight is not None and mark.weight.dim() == 2 and mark.weight.shape[0] % 4:
+        least = 4 if is_wrong("MatMulNBits") else 2
     return next(bits for bits in SINCE if bits >= least)
 
 

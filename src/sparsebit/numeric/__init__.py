@@ -2,7 +2,7 @@
 
 from sparsebit.numeric.fake_quant import dequantize, fake_quantize, quantize_to_int
 from sparsebit.numeric.packing import pack_bits, unpack_bits
-from sparsebit.numeric.qparams import minmax_from_qparams, qparams_from_minmax, with_whole_inverse
+from sparsebit.numeric.qparams import minmax_from_qparams, qparams_from_minmax
 from sparsebit.numeric.spec import QParams, QuantSpec, as_channels, broadcast, in_groups
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "qparams_from_minmax",
     "quantize_to_int",
     "unpack_bits",
-    "with_whole_inverse",
 ]

@@ -34,10 +34,3 @@ def minmax_from_qparams(qparams: QParams, spec: QuantSpec) -> tuple[Tensor, Tens
         (spec.qmin - qparams.zero_point) * qparams.scale,
         (spec.qmax - qparams.zero_point) * qparams.scale,
     )
-
-
-def with_whole_inverse(scale: Tensor) -> Tensor:
-    """The least scale, not below `scale`, whose inverse is a whole number, also when a runtime truncates it."""
-    whole = (1.0 / scale.float() * (1 + 1e-6)).floor().clamp_min(1.0)
-    found = 1.0 / whole
-    return torch.where(1.0 / found < whole, torch.nextafter(found, torch.zeros_like(found)), found)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsebit.export import openvino_runtime, runtime
-from sparsebit.export.calls import Call
+from sparsebit.export.calls import Call, called
 from sparsebit.export.certify import Certificate, QuantizerCheck
 from sparsebit.export.end_to_end import EndToEnd, answers, check_output, rounding_of
 from sparsebit.export.marks import Mark
+from sparsebit.export.optimised_graph import first_wrong_tensor
 from sparsebit.export.report import ExportReport
 from sparsebit.graph.training import evaluating
 from sparsebit.numeric import fake_quantize
@@ -24,23 +25,37 @@ from sparsebit.quantization.modules import Opr, quant_mode
 from sparsebit.quantization.quantizers import Quantizer
 
 NBITS = (
-    "MatMulNBits rounds its input to 8 bits, unless the session option session.qdq_matmulnbits_accuracy_level is "
-    "1, as it was here"
+    "MatMulNBits rounds its input to 8 bits; the session option session.qdq_matmulnbits_accuracy_level = 1 computes "
+    "in float"
+)
+ELSEWHERE = (
+    "compared in onnxruntime with optimisations off, because the file is for another runtime; for onnxruntime itself "
+    "export with BACKEND: onnxruntime"
 )
 
 
 def certify(
-    qmodel: Any, file: Path, calls: list[Call], more: list[Call], marks: Mapping[str, Mark], lowered: Any
+    qmodel: Any,
+    file: Path,
+    calls: list[Call],
+    more: list[Call],
+    marks: Mapping[str, Mark],
+    lowered: Any,
+    backend: str = "onnxruntime",
 ) -> ExportReport:
     """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
     certificate = Certificate(rounding=rounding_of(qmodel))
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
-    check_end_to_end(qmodel, file, [*calls, *more], certificate)
+    is_for_onnxruntime = backend == "onnxruntime"
+    check_end_to_end(qmodel, file, [*calls, *more], certificate, optimised=is_for_onnxruntime)
+    if is_for_onnxruntime and certificate.output_failures():
+        certificate.start = first_wrong_tensor(file, calls[0])
     integer, floating = runtime.kernels(file)
     described = {name: mark.describe() for name, mark in marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
-    report.notes += certificate.remarks()
+    if not is_for_onnxruntime:
+        report.notes.append(ELSEWHERE)
     if integer["MatMulNBits"]:
         report.notes.append(NBITS)
     return report
@@ -56,7 +71,7 @@ def second_opinion(qmodel: Any, file: Path, calls: list[Call], report: ExportRep
     with quantized(qmodel):
         for args, kwargs in calls:
             expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
-            other.add(expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
+            other.add(output_names(file), expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
 
 
 def check_locally(
@@ -102,18 +117,21 @@ def output_names(file: Path) -> list[str]:
     return [o.name for o in onnx.load(str(file), load_external_data=False).graph.output]
 
 
-def check_end_to_end(qmodel: Any, file: Path, calls: list[Call], certificate: Certificate) -> None:
-    """(b) the file as users run it, and (c) the model against itself with its input moved a little."""
-    layers = [m for m in qmodel.model.modules() if isinstance(m, Opr)]
+def check_end_to_end(
+    qmodel: Any, file: Path, calls: list[Call], certificate: Certificate, optimised: bool = True
+) -> None:
+    """(b) the file in a plain session, the model against itself with its input moved, and against the float model."""
+    gm = qmodel.model
+    layers = [m for m in gm.modules() if isinstance(m, Opr)]
+    loaded = runtime.session(file, optimised)
+    names = [output.name for output in loaded.get_outputs()]
     with quantized(qmodel):
-        found = answers(qmodel.model, runtime.session(file), calls, layers)
-        default = runtime.session(file, exact_sums=False) if runtime.saturates() else None
-        certificate.cut_sums = EndToEnd() if default else None
-        for call, (expected, got, moved) in zip(calls, found):
-            certificate.runtime.add(expected, got)
-            certificate.add_moved(expected, moved)
-            if certificate.cut_sums:
-                certificate.cut_sums.add(expected, runtime.run(default, runtime.feeds(default, *call)))
+        for call, (expected, got, moved) in zip(calls, answers(gm, loaded, calls, layers)):
+            certificate.runtime.add(names, expected, got)
+            certificate.add_moved(names, expected, moved)
+            with quant_mode(gm):
+                floating = runtime.torch_outputs(called(gm, call))
+            certificate.quantization.add(names, floating, expected)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
 from sparsebit.graph.feeding import signature_of
 from sparsebit.graph.training import evaluating
+from sparsebit.numeric import QParams, fake_quantize
+from sparsebit.numeric.pair_sums import needs_rule
 from sparsebit.numeric.spec import channel_axis
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
@@ -65,11 +68,12 @@ def export_onnx(
         with files.drafting(path) as draft:
             files.write(graph, draft)
             calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
-            report = certify(qmodel, draft, calls, more, marks, lowered)
+            report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, draft, [*calls, *more], report)
             report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
             report.why_float, report.uncalibrated = why, uncalibrated
+            report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
             settle(report, draft, path)
     if extra_info:
         from sparsebit.export.extra_info import write_extra
@@ -99,10 +103,12 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
     calls = calls_of(batches, signature_of(qmodel), qmodel.device)
-    report = certify(qmodel, path, calls, [], marks, lowered)
+    backend = model.metadata_props["sparsebit.backend"]
+    report = certify(qmodel, path, calls, [], marks, lowered, backend)
     report.path, report.bytes = str(path), files.size_of(path)
-    report.backend, report.opset = model.metadata_props["sparsebit.backend"], model.opset_imports[""]
+    report.backend, report.opset = backend, model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
+    report.pair_rule = pair_rule_of(qmodel) if backend == "onnxruntime" else ""
     return report
 
 
@@ -130,10 +136,35 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
                 f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
                 f"qmodel.calibrate(batches)"
             )
-        value = None if weight is None else quantizer.transform(weight.detach())
+        value = None if weight is None else exported_weight(quantizer, weight.detach())
         grid = quantizer.current_qparams()
         marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
     return marks
+
+
+def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
+    """What the file rounds: under the pair rule, values that are rounded already."""
+    return quantizer.rounded(weight) if quantizer.keeps_pairs else quantizer.transform(weight)
+
+
+@torch.no_grad()
+def pair_rule_of(qmodel: Any) -> str:
+    """How many weights follow the pair rule, and by how much it raises the error of their rounding."""
+    weights = [(q, w) for _, q, w in used_quantizers(qmodel) if w is not None and needs_rule(q.spec)]
+    ruled = [(q, w) for q, w in weights if q.pair_rule]
+    summed = [m for _, m in quant_oprs(qmodel.model) if m.sums_pairs and m.weight_quantizer is not None]
+    if not ruled:
+        off = any(needs_rule(m.weight_quantizer.spec) for m in summed) and not qmodel.cfg.w.pair_rule
+        return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
+    noise = plain = 0.0
+    for quantizer, weight in ruled:
+        wanted, observer = quantizer.transform(weight).float(), quantizer.observer
+        noise += float((quantizer.rounded(weight).float() - wanted).square().sum())
+        grid = QParams(*observer.calc_qparams_with_minmax(observer.min_val, observer.max_val))
+        if torch.isfinite(grid.scale).all():
+            plain += float((fake_quantize(wanted, grid, quantizer.spec) - wanted).square().sum())
+    price = f", {10 * math.log10(noise / plain):+.1f} dB of rounding error" if noise and plain else ""
+    return f"{len(ruled)} weights{price}: sums are exact on every x86"
 
 
 def used_quantizers(qmodel: Any) -> Iterator[tuple[str, Quantizer, Tensor | None]]:

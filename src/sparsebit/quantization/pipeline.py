@@ -1,7 +1,7 @@
 """How a traced model becomes a quantized one: the passes, in order. Read this file first.
 
     trace -> simplify -> to_qmodules -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn
-          -> disable_unnecessary_quant -> softmax_grids -> equalize
+          -> disable_unnecessary_quant -> softmax_in_float -> equalize
 
 Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, times, lints and checks them.
 """

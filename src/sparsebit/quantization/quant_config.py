@@ -167,6 +167,10 @@ class WeightConfig(TensorConfig):
         ge=1,
         description="values per scale in the weights of Linear layers; null: one scale per channel",
     )
+    pair_rule: bool = Field(
+        True,
+        description="8-bit weights that every x86 CPU multiplies exactly in onnxruntime; false: only for VNNI and ARM",
+    )
 
     def verify(self) -> None:
         super().verify()

@@ -169,7 +169,7 @@ def muls(gm: nn.Module) -> int:
 
 
 def test_lists_name_the_tasks_in_order() -> None:
-    assert lists == ["equalize_sums", "fuse_bn", "disable_unnecessary_quant", "softmax_grids", "equalize"]
+    assert lists == ["equalize_sums", "fuse_bn", "disable_unnecessary_quant", "softmax_in_float", "equalize"]
     assert simplifier_lists.lists[3:] == [
         "remove_identity",
         "getattr_to_shape",

@@ -152,13 +152,30 @@ class QuantOpr(Opr):
             self.weight_quantizer.dims = self.weight.dim()
             self.weight_quantizer.qdesc.set_group(self.weight_group(config.w.group))
             self.weight_quantizer.set_backend(backend)
+            self.weight_quantizer.pair_rule = self._has_pair_rule(config, backend)
+            self.weight_quantizer.on_regrid = self._after_regrid
             if config.schedule.bias_correction and self.output_shift is not None:
                 channels = self.weight.shape[self.weight_axis] * (self.groups if self.weight_axis else 1)
                 self.bias_correction = self.weight.new_zeros(channels)
-                self.weight_quantizer.on_regrid = self.drop_correction
         if self.quantize_input:
             self.input_quantizer = build_quantizer(config.a)
             self.input_quantizer.set_backend(backend)
+
+    @property
+    def sums_pairs(self) -> bool:
+        """Does an integer kernel of this op add products two by two, in 16 bits, on x86 without VNNI?"""
+        return False
+
+    def _has_pair_rule(self, config: Any, backend: Backend) -> bool:
+        reads_integers = not config.a.quantizer.disable
+        return backend is Backend.ONNXRUNTIME and config.w.pair_rule and reads_integers and self.sums_pairs
+
+    def _after_regrid(self) -> None:
+        """The weight has another grid than the one it was calibrated to."""
+        assert self.weight_quantizer is not None
+        self.weight_quantizer.fit_pairs(self.weight)
+        if self.bias_correction is not None:
+            self.drop_correction()
 
     def weight_group(self, asked: int | None) -> int | None:
         """How many values of the weight share a scale; None: a whole channel. Linear layers have groups."""

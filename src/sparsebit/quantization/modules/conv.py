@@ -32,6 +32,11 @@ class _Conv(QuantOpr):
         x, weight = self.quantized_input(input), self.quantized_weight()
         return self._conv_forward(x, weight, self.current_bias)
 
+    @property
+    def sums_pairs(self) -> bool:
+        is_depthwise = self.weight.shape[1] == 1 and self.weight.shape[0] == self.groups
+        return not is_depthwise
+
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
         taps, groups = error.flatten(2).sum(2), self.groups
         return torch.einsum("goi,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()

@@ -21,6 +21,7 @@ from sparsebit.quantization.modules.unary import QIdentity
 @register_qmodule(sources=[nn.Linear])
 class QLinear(QuantOpr, nn.Linear):
     input_axis = -1
+    sums_pairs = True
 
     def forward(self, input: Tensor) -> Tensor:
         x, weight = self.quantized_input(input), self.quantized_weight()

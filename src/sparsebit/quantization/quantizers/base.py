@@ -23,8 +23,8 @@ from sparsebit.numeric import (
     fake_quantize,
     in_groups,
     minmax_from_qparams,
-    with_whole_inverse,
 )
+from sparsebit.numeric.pair_sums import exact_scale, keep_pairs, needs_rule
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.observers import build_observer
 from sparsebit.quantization.quantizers.quant_descriptor import QuantDescriptor
@@ -84,7 +84,9 @@ class Quantizer(nn.Module):
             config.quantizer.disable
         )  # True: never quantizes (fused into its neighbour, or disabled)
         self.backend = Backend.VIRTUAL
-        self.whole_inverse = False  # calibration sets a scale that is one over a whole number
+        self.pair_rule = (
+            False  # a weight whose neighbouring codes add up to at most 128, see numeric/pair_sums.py
+        )
         self.reuse: Reuse | None = None
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
         self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
@@ -134,12 +136,28 @@ class Quantizer(nn.Module):
     def rounded(self, x: Tensor) -> Tensor:
         """`x` on the grid, in any mode."""
         scale, zero_point = self._qparams_preprocess(x)
+        y = self._on_grid(x, scale, zero_point)
+        return keep_pairs(y, scale, self.spec) if self.keeps_pairs else y
+
+    def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         if not self._broadcasts:  # a view of the scales takes as long as rounding a small weight
             return self._forward(x, scale, zero_point)
         spec = self.spec
         rows = in_groups(x, spec.group)
         y = self._forward(rows, _over(rows, scale, spec.axis), _over(rows, zero_point, spec.axis))
         return y.reshape(x.shape).to(x.dtype)  # a float32 scale makes float32 of half precision
+
+    @property
+    def keeps_pairs(self) -> bool:
+        """Is the pair rule in force? 7 bits and less keep it by themselves."""
+        return self.pair_rule and needs_rule(self.spec)
+
+    @torch.no_grad()
+    def fit_pairs(self, weight: Tensor) -> None:
+        """Under the pair rule a larger scale may be better: take the one with the least error."""
+        if self.keeps_pairs and self.calibrated and not self.absorbed:
+            grid = self.current_qparams()
+            self._set_qparams(exact_scale(self.transform(weight), grid, self.spec), grid.zero_point)
 
     # -- calibration ---------------------------------------------------------------------------------
     def reset(self) -> None:
@@ -170,8 +188,6 @@ class Quantizer(nn.Module):
 
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the values in place of the old ones, which may be buffers or learnable parameters."""
-        if self.whole_inverse and bool((scale > 0).all()):
-            scale = with_whole_inverse(scale)
         for name, value in (("scale", scale), ("zero_point", zero_point)):
             with torch.inference_mode(False):  # so that a later forward may need its gradient
                 value = value.detach().to(self.scale.device).reshape(-1).clone()

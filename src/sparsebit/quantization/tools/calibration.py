@@ -272,3 +272,4 @@ def calibrate_weight(module: QuantOpr) -> None:
     quantizer.reset()
     quantizer.update_observer(module.weight)
     quantizer.calc_qparams()
+    quantizer.fit_pairs(module.weight)

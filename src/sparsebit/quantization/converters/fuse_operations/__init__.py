@@ -18,7 +18,9 @@ from sparsebit.quantization.converters.fuse_operations.equalize import equalize 
 from sparsebit.quantization.converters.fuse_operations.equalize import equalize_sums as _equalize_sums
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn as _fuse_bn
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory as _reuse_memory
-from sparsebit.quantization.converters.fuse_operations.softmax_grids import softmax_grids as _softmax_grids
+from sparsebit.quantization.converters.fuse_operations.softmax_in_float import (
+    softmax_in_float as _softmax_in_float,
+)
 from sparsebit.quantization.converters.tasks import passes_named
 from sparsebit.quantization.quant_config import ScheduleConfig
 
@@ -28,7 +30,7 @@ FUSE_PASSES = [
     _equalize_sums,  # sums are read off batch norms, so this is before fuse_bn
     _fuse_bn,
     _disable_unnecessary_quant,
-    _softmax_grids,
+    _softmax_in_float,
     _equalize,
 ]
 

@@ -1,0 +1,78 @@
+"""The graph that onnxruntime makes of a file, and the first tensor in it that is computed wrongly.
+
+The optimised graph is written out, every tensor of it becomes an output, and it runs beside the file without
+optimisations. Tensors keep their names, so the first one whose values jump apart belongs to the kernel at fault.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsebit.export import runtime
+from sparsebit.export.calls import Call
+from sparsebit.export.runtime import Array
+from sparsebit.export.wrong_kernels import WRONG_KERNELS
+
+JUMP = 10.0  # dB: so far above its inputs, a tensor was computed wrongly
+AUDIBLE = -40.0  # dB: less is rounding
+
+
+def optimised(file: Path) -> Any:
+    """The optimised graph as an onnx ModelProto, without layouts of this very machine."""
+    import onnx
+
+    with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
+        saved = f"{folder}/optimised.onnx"
+        runtime.session(file, save=saved)
+        return onnx.load(saved)
+
+
+def first_wrong_tensor(file: Path, call: Call) -> str:
+    """Where a plain session starts to differ from the file without optimisations, and what mends it."""
+    import onnx
+
+    model = optimised(file)
+    known = {
+        name for node in onnx.load(str(file), load_external_data=False).graph.node for name in node.output
+    }
+    shared = [name for node in model.graph.node for name in node.output if name in known]
+    expected = runtime.run_bare(file, shared, *call)
+    with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
+        copy = Path(folder) / "optimised.onnx"
+        onnx.save(model, str(copy))
+        got = runtime.run_bare(copy, shared, *call)
+    noises: dict[str, float] = {}
+    for node in model.graph.node:
+        before = max((noises[name] for name in node.input if name in noises), default=float("-inf"))
+        here = before
+        for name in node.output:
+            if name not in expected or name not in got:
+                noises[name] = before
+                continue
+            noises[name] = here = _noise_db(expected[name], got[name])
+            if here > AUDIBLE and here > before + JUMP:
+                return f"{name} ({node.op_type}): {here:.0f} dB from what the graph asks for{_mend(node.op_type)}"
+    return "no single tensor: small differences add up" if noises else ""
+
+
+def _noise_db(expected: Array, got: Array) -> float:
+    """Of codes and of values alike: against the spread of what was expected."""
+    if expected.shape != got.shape:
+        return float("inf")
+    a, b = expected.astype(np.float64), got.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        noise, signal = float(np.nansum((a - b) ** 2)), float(np.nansum((a - np.nanmean(a)) ** 2))
+    if not noise:
+        return float("-inf")
+    return float(10 * np.log10(noise / signal)) if signal else float("inf")
+
+
+def _mend(kernel: str) -> str:
+    for entry in WRONG_KERNELS:
+        if kernel in entry.kernel.split(", "):
+            return f"; known of {kernel}: {entry.what}; {entry.avoided}"
+    return "; leave the layers around it in float (SPECIFIC: QUANTIZER.DISABLE), or report the kernel to onnxruntime"
