@@ -1,4 +1,4 @@
-"""Does onnxruntime compute an op, with these grids, in integers? Placement, pre-flight and the rounding of biases ask here.
+"""Does onnxruntime compute an op, with these grids, in integers? Placement, pre-flight and biases ask here.
 
 Measured with onnxruntime 1.31.1 (CPU), one Q/DQ graph per op, reading the optimised graph.
 """

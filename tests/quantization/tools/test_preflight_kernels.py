@@ -14,6 +14,7 @@ import sparsebit
 from kernel_counts import announced, computed
 from models import Attention, small_net
 from sparsebit import QuantConfig
+from sparsebit.export.integer_kernels import WRONG
 from sparsebit.quantization.tools.preflight import preflight
 
 pytest.importorskip("onnxruntime")
@@ -175,6 +176,60 @@ def mlp() -> nn.Module:
     )
 
 
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Between(nn.Module):
+    """Each op between two convolutions; the output of the second is an output of the model."""
+
+    def __init__(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before = nn.ModuleList(nn.Conv2d(3, 4, 3, padding=1) for _ in functions)
+        self.between = nn.ModuleList(f if isinstance(f, nn.Module) else Apply(f) for f in functions)
+        channels = [f(torch.zeros(1, 4, 12, 12)).shape[1] for f in functions]
+        self.after = nn.ModuleList(nn.Conv2d(n, 3, 1) for n in channels)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [c(b(a(x))) for a, b, c in zip(self.before, self.between, self.after)]
+
+
+def moved() -> nn.Module:
+    """The quantizer of the second convolution moves in front of all of these: the first one is integer."""
+    return Between(
+        *(nn.ReLU6(), nn.Hardtanh(), nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2), nn.Upsample(scale_factor=2)),
+        *(nn.PixelShuffle(2), nn.ChannelShuffle(2), lambda x: F.relu(F.max_pool2d(F.relu(x), 2))),
+        *(lambda x: x.clamp(-1, 1), lambda x: x.clamp(min=0), lambda x: x.flip(3), lambda x: x.roll(1, 2)),
+        *(lambda x: x.permute(0, 1, 3, 2), lambda x: x.reshape(x.shape[0], x.size(1), -1, 4)),
+        *(lambda x: x[:, :2], lambda x: x.chunk(2, 1)[0], lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
+        *(lambda x: torch.stack([x, x], 2).flatten(1, 2), lambda x: x.unsqueeze(1).squeeze(1)),
+        *(lambda x: torch.cat([x[..., ::2, ::2], x[..., 1::2, ::2]], 1), lambda x: x.contiguous().float()),
+        *(lambda x: torch.cat([x, torch.zeros_like(x)], 1), lambda x: x.repeat_interleave(2, 1)),
+        *(lambda x: x.narrow(1, 0, 2), lambda x: x[:, :1].expand(-1, 4, -1, -1)),
+    )
+
+
+def stopped() -> nn.Module:
+    """The quantizer stays behind these: the first convolution is float."""
+    return Between(
+        *(
+            nn.Threshold(0.1, 0.0),
+            nn.AdaptiveMaxPool2d(1),
+            nn.ZeroPad2d(1),
+            nn.Softmax(1),
+            nn.GroupNorm(1, 4),
+        ),
+        *(lambda x: x.repeat(1, 2, 1, 1), lambda x: x[:, [1, 0, 3, 2]], lambda x: x * 2, lambda x: x + 1),
+        *(lambda x: x.masked_fill(x > 1, 0.0), lambda x: x.sum(1, keepdim=True)),
+        *(lambda x: torch.cat([x, F.relu(x)], 1), lambda x: F.pad(x, (1, 1))),
+    )
+
+
 IMAGES, SERIES, VECTORS = (4, 3, 12, 12), (4, 3, 40), (8, 12)
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "small_net": (small_net, IMAGES),
@@ -196,6 +251,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet_bilinear": (lambda: UNet("bilinear"), IMAGES),
     "vit": (ViT, IMAGES),
     "outputs": (WithOutputs, IMAGES),
+    "moved": (moved, IMAGES),
+    "stopped": (stopped, IMAGES),
     "audio": (audio, SERIES),
     "mlp": (mlp, VECTORS),
 }
@@ -211,7 +268,6 @@ CASES += [
     ("resnet", "w4a8", ()),
     ("vit", "w4a8", ()),
     ("mlp", "w8a8", ("W.GROUP", 4)),
-    ("mlp", "w8a8", ("A.QUANTIZER.BIT", 16)),
     ("resnet", "w8a8", ("A.SPECIFIC", [{"_3_body_0_0": ["QUANTIZER.DISABLE", True]}])),
 ]
 
@@ -230,5 +286,18 @@ def test_announced_is_computed(net, preset, changes, tmp_path):
     qmodel.set_quant(w_quant=True, a_quant=True)
     found = preflight(qmodel, data[0])
     report = qmodel.export_onnx(data[0], str(tmp_path / "m.onnx"))
-    if announced(before) != announced(found): print("BEFORE", net, changes, announced(before), announced(found))
+    if "unet" not in net:  # whether the two quantizers that read its skip become one depends on the data
+        assert announced(before) == announced(found)
     assert announced(found) == computed(report), f"{found}\n{report.integer} {report.floating}"
+
+
+def test_softmax_is_announced_as_float():
+    qmodel = sparsebit.QuantModel(ViT().eval(), "w8a8")
+    (row,) = [row for row in preflight(qmodel).rows if row.op == "Softmax"]
+    assert (row.state, row.how, row.integer) == ("float", WRONG, False)
+
+
+def test_two_grids_of_one_value_are_named():
+    config = QuantConfig.load("w8a8").override("A.SPECIFIC", [{"d*": ["QUANTIZER.BIT", 6]}])
+    rows = {row.path: row for row in preflight(sparsebit.QuantModel(UNet().eval(), config)).rows}
+    assert rows["a.0"].backend == "its readers quantize it in different ways"

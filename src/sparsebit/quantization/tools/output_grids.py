@@ -12,6 +12,7 @@ from sparsebit.graph.ops import argument, module_calls, module_of
 from sparsebit.quantization.modules import Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.activations import QHardTanh, QReLU, QReLU6
 from sparsebit.quantization.modules.base import is_number
+from sparsebit.quantization.modules.create import Create
 from sparsebit.quantization.modules.index import Select
 from sparsebit.quantization.modules.math import Pointwise
 from sparsebit.quantization.modules.pad import ChannelShuffle, PixelShuffle, PixelUnshuffle
@@ -25,6 +26,7 @@ from sparsebit.quantization.modules.shape import (
     Flatten,
     Move,
     Permute,
+    Repeat,
     Reshape,
     Split,
     Squeeze,
@@ -43,12 +45,13 @@ MOVERS = (  # they keep the range of the values: an observer behind them sees wh
     *(PixelShuffle, PixelUnshuffle, ChannelShuffle, MaxPool1d, MaxPool2d, MaxPool3d, QUpsample, QInterpolate),
 )
 PICKERS = (Concat, Stack, Split)  # an observer behind them sees another range
-NAMED = {  # of these only some functions are moves in the file, too
-    Pointwise: ("clamp", "clamp_min", "clamp_max", "clip"),
-    Move: ("flip", "fliplr", "flipud", "roll"),
-    Select: ("select", "narrow", "index_select"),
-}
 CLIP, VANISHES, MOVE, PICK = "clip", "vanishes", "move", "pick"
+NAMED: dict[Any, tuple[str, tuple[str, ...]]] = {  # of these only some functions are moves in the file, too
+    Pointwise: (CLIP, ("clamp", "clamp_min", "clamp_max", "clip")),
+    Move: (MOVE, ("flip", "fliplr", "flipud", "roll", "rot90")),
+    Repeat: (MOVE, ("repeat_interleave",)),
+    Select: (PICK, ("select", "narrow", "index_select")),
+}
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,12 @@ class Reader:
     def grid(self) -> Any:
         """Equal for readers whose quantizers become one. Before calibration: those that will see the same values."""
         q = self.quantizer
-        bounds = self.clipped and q.is_symmetric  # an affine grid starts at 0 there
-        if q.calibrated:
-            return q.spec, bounds, q.scale.flatten().tolist(), q.zero_point.flatten().tolist()
-        owner = q if self.calls > 1 else None  # it sees more values than those of this call
-        return q.spec, bounds, q.TYPE, type(q.observer), self.picked, owner
+        if not q.calibrated:
+            owner = q if self.calls > 1 else None  # it sees more values than those of this call
+            return q.spec, self.clipped, q.TYPE, type(q.observer), self.picked, owner
+        starts_at_zero = not q.is_symmetric and not q.zero_point.any()
+        clip = self.clipped and not starts_at_zero  # the clip changes no code of a grid that starts there
+        return q.spec, clip, q.scale.flatten().tolist(), q.zero_point.flatten().tolist()
 
     def behind(self, node: fx.Node, how: str) -> Reader:
         """The same quantizer, seen from in front of `node`."""
@@ -88,17 +92,26 @@ class OutputGrids:
 
     def __contains__(self, node: fx.Node) -> bool:
         readers = self._readers(node)
-        return bool(readers) and all(r.grid == readers[0].grid for r in readers)
+        return bool(readers) and _on_one_grid(readers)
+
+    def differ(self, node: fx.Node) -> bool:
+        """Does everything that reads the output quantize it, but on several grids?"""
+        return self._readers(node) is not None and node not in self
 
     def _readers(self, node: fx.Node) -> list[Reader] | None:
         """All quantizers that read the value; None: something reads it in float."""
         if node not in self.known:
-            found = [self._of_user(user) for user in node.users if not is_number(user, self.gm)]
+            found = [self._of_user(user) for user in node.users if not self._reads_size(user)]
             everybody = (
                 [] if None in found else [reader for readers in found if readers for reader in readers]
             )
             self.known[node] = everybody or None
         return self.known[node]
+
+    def _reads_size(self, user: fx.Node) -> bool:
+        """`x.size(0)`, `torch.zeros_like(x)`: the values do not matter."""
+        module = module_of(user, self.gm) if user.op == "call_module" else None
+        return isinstance(module, Create) or is_number(user, self.gm)
 
     def _of_user(self, user: fx.Node) -> list[Reader] | None:
         module = module_of(user, self.gm) if user.op == "call_module" else None
@@ -116,8 +129,7 @@ class OutputGrids:
 
     def _is_one_value(self, mover: fx.Node, module: Any, readers: list[Reader]) -> bool:
         """Do the quantizers become one behind the move already? Only then the exporter moves it in front."""
-        same = all(r.direct and r.grid == readers[0].grid for r in readers)
-        return same and not isinstance(module, Split)
+        return _on_one_grid(readers) and all(r.direct for r in readers) and not isinstance(module, Split)
 
     def _between(self, node: fx.Node, module: Any) -> str:
         """What the op is for a quantizer behind it; "": the quantizer stays behind it."""
@@ -127,11 +139,11 @@ class OutputGrids:
         is_kind = lambda *kinds: kind is not None and issubclass(kind, kinds)
         if is_kind(QInterpolate, QUpsample) and not str(getattr(module, "mode", "")).startswith("nearest"):
             return ""
-        if is_kind(*NAMED):
+        if kind in NAMED:
+            how, names = NAMED[kind]
             name = getattr(getattr(module, "op", None), "__name__", "")
-            if kind is None or name not in NAMED[kind] or not _constant_bounds(node, kind):
-                return ""
-            return CLIP if kind is Pointwise else PICK
+            has_constants = how != CLIP or len(node.all_input_nodes) == 1
+            return how if name in names and has_constants else ""
         if is_kind(QGetItem):
             return PICK if _is_slice(node.args[1]) else ""
         if is_kind(AdaptiveMaxPool):
@@ -141,8 +153,10 @@ class OutputGrids:
         return next((how for how, kinds in table.items() if is_kind(*kinds)), "")
 
 
-def _constant_bounds(node: fx.Node, kind: type) -> bool:
-    return kind is not Pointwise or len(node.all_input_nodes) == 1
+def _on_one_grid(readers: list[Reader]) -> bool:
+    first = readers[0]
+    same = all((r.quantizer, r.clipped) == (first.quantizer, first.clipped) for r in readers)
+    return same or all(r.grid == first.grid for r in readers)
 
 
 def _is_slice(index: Any) -> bool:

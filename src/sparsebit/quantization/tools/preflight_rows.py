@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.export.integer_kernels import WRONG
+from sparsebit.export.integer_kernels import OUTPUT, WRONG
 from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.common import QuantTarget
@@ -89,6 +89,8 @@ class RowBuilder:
         op = _op_name(node, module)
         complete = bool(carried) or _complete(module)
         integer, why = self._verdict(op, state, _grids(module, quantizers), complete, node in self.outputs)
+        if why == OUTPUT and self.outputs.differ(node):
+            why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
         return Row(
             *names_of(node), op, state, how, tuple(q.name for q in quantizers),
