@@ -5,19 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sparsebit.export.graph_edit import array_of, made_by, module_of, readers
+from sparsebit.export.integer_kernels import NEEDS_OUTPUT, WRONG
 from sparsebit.export.lowered import BIAS_OF
+from sparsebit.export.wrong_kernels import is_wrong
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-NEEDS_OUTPUT = (
-    "Conv",
-    "Add",
-    "AveragePool",
-    "GlobalAveragePool",
-    "Concat",
-    "Sigmoid",
-    "LeakyRelu",
-    "Softmax",
-)
+EXPLAINED = [op for op in NEEDS_OUTPUT if op not in ("Mul", "MaxPool")]  # those are float in many graphs
 NO_KERNEL = ("ConvTranspose", "LSTM", "GRU", "RNN")
 SMOOTH = {"Erf": "GELU"} | {op: op for op in ("HardSwish", "HardSigmoid", "Tanh", "Elu", "PRelu", "Softplus")}
 FUSED_BEHIND = ("Relu", "Clip")
@@ -28,7 +21,7 @@ def why_float(model: ir.Model) -> dict[str, str]:
     """By module path (or node name): the reason why the op stays float."""
     found: dict[str, str] = {}
     for node in model.graph:
-        if node.domain or node.op_type not in (*WEIGHTED, *NEEDS_OUTPUT, *NO_KERNEL, *SMOOTH):
+        if node.domain or node.op_type not in (*EXPLAINED, *NO_KERNEL, *SMOOTH):
             continue
         reason = _reason(node)
         if reason:
@@ -46,6 +39,8 @@ def _reason(node: ir.Node) -> str:
         if x is None or _input_reason(x):
             return ""  # a float activation between float values: nobody asked for integers
         return f"onnxruntime has no integer kernel for {SMOOTH.get(node.op_type, 'SiLU')}"
+    if node.op_type == "Softmax" and is_wrong("QLinearSoftmax"):
+        return WRONG
     if node.op_type == "Add" and any(_is_constant(value) for value in node.inputs):
         return ""  # a bias, not a residual addition
     for value in node.inputs[:2] if node.op_type in WEIGHTED else node.inputs:
@@ -53,7 +48,7 @@ def _reason(node: ir.Node) -> str:
             reason = _input_reason(value)
             if reason:
                 return reason
-    return _output_reason(node.outputs[0]) if node.op_type in NEEDS_OUTPUT else ""
+    return _output_reason(node.outputs[0]) if NEEDS_OUTPUT[node.op_type] else ""
 
 
 def _is_silu(node: ir.Node) -> bool:

@@ -222,27 +222,32 @@ def test_bits_for_the_picture():
 
 
 # -- backends ---------------------------------------------------------------------------------------
-U8, S8, S4 = QuantSpec(8, False, None), QuantSpec(8, True, 0), QuantSpec(4, True, 0)
+U8, S8 = QuantSpec(8, False, None), QuantSpec(8, True, 0)
+S4, S5, U2, U16 = S8.with_bits(4), S8.with_bits(5), U8.with_bits(2), U8.with_bits(16)
 
 
 @pytest.mark.parametrize(
-    ("backend", "op", "specs", "output", "integer"),
+    ("backend", "op", "weight", "x", "output", "integer"),
     [
-        ("onnxruntime", "Conv2d", [S8, U8], True, True),
-        ("onnxruntime", "Conv2d", [S8, U8], False, False),
-        ("onnxruntime", "Linear", [S8, U8], False, True),
-        ("onnxruntime", "Conv2d", [S4, U8], True, False),
-        ("onnxruntime", "ConvTranspose2d", [S8, U8], True, False),
-        ("onnxruntime", "LayerNorm", [U8], True, False),
-        ("tensorrt", "Conv2d", [S8, U8], True, False),
-        ("tensorrt", "Conv2d", [S8, S8], False, True),
-        ("openvino", "Conv2d", [S8, U8], False, True),
-        ("openvino", "Conv2d", [S8, QuantSpec(16, False, None)], True, False),
-        ("virtual", "Conv2d", [S8, U8], True, False),
+        ("onnxruntime", "Conv2d", S8, U8, True, True),
+        ("onnxruntime", "Conv2d", S8, U8, False, False),
+        ("onnxruntime", "Linear", S8, U8, False, True),
+        ("onnxruntime", "Conv2d", S4, U8, True, False),
+        ("onnxruntime", "Conv2d", S5, U2, True, True),
+        ("onnxruntime", "Linear", S8, U16, True, False),
+        ("onnxruntime", "Linear", S8, QuantSpec(8, False, 1), True, False),
+        ("onnxruntime", "Linear", QuantSpec(8, True, 0, group=4), U8, True, False),
+        ("onnxruntime", "ConvTranspose2d", S8, U8, True, False),
+        ("onnxruntime", "LayerNorm", None, U8, True, False),
+        ("tensorrt", "Conv2d", S8, U8, True, False),
+        ("tensorrt", "Conv2d", S8, S8, False, True),
+        ("openvino", "Conv2d", S8, U8, False, True),
+        ("openvino", "Conv2d", S8, U16, True, False),
+        ("virtual", "Conv2d", S8, U8, True, False),
     ],
 )
-def test_backend_rules(backend, op, specs, output, integer):
-    found, why = verdict(backend, op, specs, complete=True, output=output)
+def test_backend_rules(backend, op, weight, x, output, integer):
+    found, why = verdict(backend, op, weight, [x], output=output)
     assert found is integer and why
 
 

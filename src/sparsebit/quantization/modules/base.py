@@ -11,14 +11,17 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
+from sparsebit.export.integer_kernels import why_float_grids
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.tracer import forward_owner
+from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.common import Backend, get_backend
 from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer
 from sparsebit.quantization.quantizers.base import Reuse
@@ -219,6 +222,13 @@ class QuantOpr(Opr):
             if quantizer is not None:
                 yield quantizer
 
+    def input_specs(self) -> list[QuantSpec]:
+        """The grid of its input once it is calibrated: an equalized input observes channels, and has one scale then."""
+        x = self.input_quantizer
+        if x is None or x.absorbed or x.unused:
+            return []
+        return [x.spec if self.equalization is None else replace(x.spec, axis=None)]
+
     def set_fake_fused(self) -> None:
         """Never quantize here: this op is computed together with its neighbour."""
         for quantizer in self.quantizers():
@@ -238,8 +248,7 @@ class QuantOpr(Opr):
 def integer_kernel(x: Quantizer, w: Quantizer) -> bool:
     """Does the runtime multiply such an input and such a weight in integers? Only onnxruntime is known to."""
     exact = (x.mode, w.mode) == (Mode.QUANT, Mode.QUANT) and w.backend is Backend.ONNXRUNTIME
-    bits = 2 <= x.bit <= 8 and 5 <= w.bit <= 8  # how activations and weights are stored in 8 bits
-    return exact and bits and x.scale.numel() == 1 and w.spec.group is None
+    return exact and x.scale.numel() == 1 and not why_float_grids(w.spec, [replace(x.spec, axis=None)])
 
 
 class MultipleInputsQuantOpr(Opr):

@@ -1,7 +1,7 @@
-"""What each backend computes in integers. Data and one pure function, so that the exporter can use the same rules.
+"""What each backend computes in integers. Data and one pure function.
 
-onnxruntime: measured with onnxruntime 1.31.1 (CPU), one Q/DQ graph per op, reading the optimised graph. TensorRT and
-OpenVINO: from their documentation (explicit quantization; low precision transformations).
+onnxruntime: export/integer_kernels.py knows, which placement asks too. TensorRT and OpenVINO: from their documentation
+(explicit quantization; low precision transformations).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from sparsebit.export.integer_kernels import why_float
 from sparsebit.numeric.spec import QuantSpec
 
 
@@ -18,31 +19,30 @@ class BackendRules:
     """Ops are names as the pre-flight table shows them (`Conv2d`, `AdaptiveAvgPool2d`), as fnmatch patterns."""
 
     integer: tuple[str, ...]  # have an integer kernel
-    free_output: tuple[str, ...] = ("*",)  # of those: need no quantizer behind them
     symmetric: bool = False  # zero points must be 0
     slow_symmetric: str = ""  # advice, where activations without a zero point are slow
 
 
-OUTPUT = "its output is not quantized"
+ONNX_OPS = {  # how the exporter writes an op
+    "*Conv[123]d*": "Conv",
+    "ConvFunction": "Conv",
+    "Conv1D": "Gemm",
+    "*Linear*": "Gemm",
+    "MatMul": "MatMul",
+    "AddMM": "MatMul",
+    "Add": "Add",
+    "Mul": "Mul",
+    "Concat": "Concat",
+    "*AvgPool*": "AveragePool",
+    "MaxPool*": "MaxPool",
+    "LeakyReLU": "LeakyRelu",
+    "Sigmoid": "Sigmoid",
+    "Softmax": "Softmax",
+}
 WEIGHTED = ("*Conv[123]d*", "Conv1D", "ConvFunction", "*Linear*")
 RULES: dict[str, BackendRules] = {
     "onnxruntime": BackendRules(
-        integer=(
-            *WEIGHTED,
-            *(
-                "MatMul",
-                "AddMM",
-                "Add",
-                "Mul",
-                "Concat",
-                "*AvgPool*",
-                "MaxPool*",
-                "LeakyReLU",
-                "Sigmoid",
-                "Softmax",
-            ),
-        ),
-        free_output=("*Linear*", "Conv1D", "MatMul", "AddMM", "MaxPool*"),
+        integer=tuple(ONNX_OPS),
         slow_symmetric="symmetric activations cost 1.3 to 2.3 x on x86: write A.QSCHEME: per-tensor-affine",
     ),
     "tensorrt": BackendRules(
@@ -59,33 +59,38 @@ RULES: dict[str, BackendRules] = {
 
 
 def verdict(
-    backend: str, op: str, specs: Sequence[QuantSpec], complete: bool, output: bool
+    backend: str,
+    op: str,
+    weight: QuantSpec | None,
+    inputs: Sequence[QuantSpec],
+    complete: bool = True,
+    output: bool = True,
 ) -> tuple[bool, str]:
     """Does `backend` compute `op` in integers? If not, why.
 
-    specs     the grids of everything it reads that is quantized: weight, inputs.
-    complete  all of its operands are quantized.
-    output    what reads its output quantizes it.
+    weight, inputs  the grids of everything it reads that is quantized.
+    complete        all of its operands are quantized.
+    output          everything that reads its output quantizes it, and on the same grid.
     """
     rules = RULES.get(backend)
     if rules is None:
         return False, "simulated in float"
-    if not _any(op, rules.integer):
-        return False, "no integer kernel"
+    if backend == "onnxruntime":
+        onnx_op = next((name for pattern, name in ONNX_OPS.items() if fnmatchcase(op, pattern)), op)
+        why = why_float(onnx_op, weight, inputs, output, complete)
+    else:
+        why = _why_float(rules, op, [*inputs, *([] if weight is None else [weight])], complete)
+    return not why, why or "integers"
+
+
+def _why_float(rules: BackendRules, op: str, specs: Sequence[QuantSpec], complete: bool) -> str:
+    if not any(fnmatchcase(op, pattern) for pattern in rules.integer):
+        return "no integer kernel"
     if not specs or not complete:
-        return False, "an operand is float"
-    wide = next((s for s in specs if s.bits > 8), None)
-    narrow = min(s.bits for s in specs) < 8
-    if wide is not None:
-        return False, f"{wide.bits} bits"
+        return "an operand is float"
+    widest, narrowest = max(s.bits for s in specs), min(s.bits for s in specs)
+    if widest > 8:
+        return f"{widest} bits"
     if rules.symmetric and not all(s.symmetric for s in specs):
-        return False, "zero points must be 0"
-    if narrow:
-        return False, f"{min(s.bits for s in specs)}-bit values are stored, then computed in float"
-    if not output and not _any(op, rules.free_output):
-        return False, OUTPUT
-    return True, "integers"
-
-
-def _any(op: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(op, p) for p in patterns)
+        return "zero points must be 0"
+    return f"{narrowest}-bit values are stored, then computed in float" if narrowest < 8 else ""

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from sparsebit.export.integer_kernels import OUTPUT
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.backend_rules import OUTPUT, RULES
+from sparsebit.quantization.tools.backend_rules import RULES
 from sparsebit.quantization.tools.costs import Measured, measure
 from sparsebit.quantization.tools.layers import is_active, layers
 from sparsebit.quantization.tools.preflight_rows import PARTS, Row, RowBuilder

@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import fx, nn
 
+from sparsebit.export.integer_kernels import OUTPUT, WRONG
 from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
+from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.backend_rules import verdict
@@ -24,8 +26,10 @@ from sparsebit.quantization.tools.layers import (
     moves_values,
     names_of,
 )
+from sparsebit.quantization.tools.output_grids import OutputGrids
 
 PARTS = "parts"  # a module made of QModules
+Grids = tuple[QuantSpec | None, list[QuantSpec]]  # of the weight, of the inputs
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class RowBuilder:
         self.gm, self.config, self.backend = gm, config, backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
+        self.outputs = OutputGrids(gm)
         self.seen: set[nn.Parameter] = set()  # a weight that is used twice counts once
 
     def rows(self) -> Iterator[Row]:
@@ -83,7 +88,9 @@ class RowBuilder:
         state, how = self._state(node, module, quantizers)
         op = _op_name(node, module)
         complete = bool(carried) or _complete(module)
-        integer, why = self._verdict(op, state, quantizers, complete, output_on_grid(node, self.gm))
+        integer, why = self._verdict(op, state, _grids(module, quantizers), complete, node in self.outputs)
+        if why == OUTPUT and self.outputs.differ(node):
+            why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
         return Row(
             *names_of(node), op, state, how, tuple(q.name for q in quantizers),
@@ -96,25 +103,25 @@ class RowBuilder:
         op, key = _op_name(node, module), (node.name, module)
         macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
         state, how = "quantized", " / ".join(map(describe, quantizers))
-        integer, why = self._verdict(op, state, quantizers, _complete(module), output=False)
+        integer, why = self._verdict(op, state, _grids(module, quantizers), _complete(module), output=False)
         if not quantizers:
             state, how = self._without_quantizer(module)
         if state == PARTS and macs:  # attention: the matmuls are its own, their quantizers are children
             values = [q for m in module.children() for q in active_quantizers(m) if isinstance(m, QIdentity)]
-            integer, why = self._verdict("MatMul", state, values, macs == quantized, output=False)
+            grids = _grids(module, values)
+            integer, why = self._verdict("MatMul", state, grids, macs == quantized, output=False)
         return Row(
             *names_of(node, inside), op, state, how, tuple(q.name for q in quantizers),
             macs, quantized, *self._bytes(module, own_rows), integer, why,
         )  # fmt: skip
 
-    def _verdict(
-        self, op: str, state: str, quantizers: list[Quantizer], complete: bool, output: bool
-    ) -> tuple[bool, str]:
+    def _verdict(self, op: str, state: str, grids: Grids, complete: bool, output: bool) -> tuple[bool, str]:
         if state == "absorbed":
             return False, "with the op before it" if self.backend != "virtual" else ""
-        if not quantizers or op in ("Identity", "Weight"):  # these only carry a quantizer
+        weight, inputs = grids
+        if not (weight or inputs) or op in ("Identity", "Weight"):  # these only carry a quantizer
             return False, ""
-        return verdict(self.backend, op, [q.spec for q in quantizers], complete, output)
+        return verdict(self.backend, op, weight, inputs, complete, output)
 
     # -- why -----------------------------------------------------------------------------------------
     def _state(self, node: fx.Node, module: nn.Module | None, active: list[Quantizer]) -> tuple[str, str]:
@@ -128,7 +135,12 @@ class RowBuilder:
             return "island", "runs as it is, layers inside are quantized"
         if writes_input(node, self.gm) and not isinstance(module, Opr):
             return "float", "writes into its input"
-        if isinstance(module, QuantOpr) and any(q.absorbed and not _disabled(q) for q in module.quantizers()):
+        absorbed = isinstance(module, QuantOpr) and any(
+            q.absorbed and not _disabled(q) for q in module.quantizers()
+        )
+        if absorbed and isinstance(module, QSoftmax):
+            return "float", WRONG
+        if absorbed:
             source = node.all_input_nodes[0].name if node.all_input_nodes else "its neighbour"
             return "absorbed", f"into {source}"
         return self._without_quantizer(module)
@@ -193,18 +205,17 @@ def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
     return (p.numel() * quantizer.bit + 7) // 8 + channels * (4 if quantizer.is_symmetric else 5)
 
 
-def output_on_grid(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Does everything that reads this value quantize it? Ops that are fused or only move it may stand between."""
-    if not node.users:
-        return False
-    for user in node.users:
-        module = module_of(user, gm) if user.op == "call_module" else None
-        if isinstance(module, QuantOpr) and is_active(module.input_quantizer):
-            continue
-        fused = isinstance(module, QuantOpr) and module.input_quantizer is not None
-        if not (fused or moves_values(module)) or not output_on_grid(user, gm):
-            return False
-    return True
+def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
+    """The grids of the active quantizers of an op, as they are after calibration."""
+    weights = [q for q in quantizers if q.qdesc.target is QuantTarget.WEIGHT]
+    own = module.input_quantizer if isinstance(module, QuantOpr) else None
+    inputs: list[QuantSpec] = []
+    for quantizer in quantizers:
+        if quantizer is own and isinstance(module, QuantOpr):
+            inputs += module.input_specs()
+        elif quantizer not in weights:
+            inputs.append(quantizer.spec)
+    return weights[0].spec if weights else None, inputs
 
 
 def _complete(module: nn.Module | None) -> bool:

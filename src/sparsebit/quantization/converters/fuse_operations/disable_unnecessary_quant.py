@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from sparsebit.export.integer_kernels import why_float
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.common import Backend
@@ -87,10 +88,10 @@ def _wants_integer_output(conv: Any, behind: Quantizer) -> bool:
     """Is `conv` an integer convolution in onnxruntime if its output is quantized, at a price worth paying?"""
     if behind.backend is not Backend.ONNXRUNTIME or not isinstance(conv, INTEGER_CONVS):
         return False
-    x, w = conv.input_quantizer, conv.weight_quantizer
-    if x is None or x.absorbed or w is None or w.absorbed:
+    weight, inputs = conv.weight_quantizer, conv.input_specs()
+    if weight is None or weight.absorbed or not inputs:
         return False
-    return behind.bit == 8 and x.bit <= 8 and 5 <= w.bit <= 8  # 4-bit weights are stored in another type
+    return behind.bit == 8 and not why_float("Conv", weight.spec, inputs, output=True)
 
 
 RULES = [

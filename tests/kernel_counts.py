@@ -1,0 +1,43 @@
+"""Counts of integer and float ops by kind: as pre-flight announces them, and as the optimised graph has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fnmatch import fnmatchcase
+from typing import Any
+
+ROWS = {  # ops of the pre-flight report
+    "Conv": ("Conv[123]d", "ConvFunction"),
+    "MatMul": ("Linear", "MatMul", "Conv1D", "AddMM"),
+    "Add": ("Add",),
+}
+KERNELS = {  # ops of the optimised graph
+    "Conv": ("QLinearConv", "ConvInteger", "Conv", "FusedConv"),
+    "MatMul": ("QGemm", "QLinearMatMul", "MatMulInteger*", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"),
+    "Add": ("QLinearAdd",),  # a float Add is fused with others, or is a bias
+}
+
+
+def announced(found: Any) -> Counter[str]:
+    """`integer Conv`, `float Conv`, ... of a pre-flight report."""
+    counts: Counter[str] = Counter()
+    for row in found.rows:
+        kind = _kind(row.op, ROWS)
+        if kind and (row.integer or kind != "Add"):
+            counts[f"{'integer' if row.integer else 'float'} {kind}"] += 1
+    return counts
+
+
+def computed(report: Any) -> Counter[str]:
+    """The same of the file, from an export report."""
+    counts: Counter[str] = Counter()
+    for how, ops in (("integer", report.integer), ("float", report.floating)):
+        for op, n in ops.items():
+            kind = _kind(op, KERNELS)
+            if kind:
+                counts[f"{how} {kind}"] += n
+    return counts
+
+
+def _kind(op: str, kinds: dict[str, tuple[str, ...]]) -> str:
+    return next((kind for kind, names in kinds.items() if any(fnmatchcase(op, n) for n in names)), "")
