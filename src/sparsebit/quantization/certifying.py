@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from sparsebit.numeric import fake_quantize
 from sparsebit.quantization.exporting import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
 from sparsebit.quantization.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from sparsebit.export.lowered import Bias
 
 NBITS = (
     "MatMulNBits rounds its input to 8 bits; the session option session.qdq_matmulnbits_accuracy_level = 1 computes "
@@ -134,24 +137,28 @@ def check_outputs(answer: Any, found: Mapping[str, Array], certificate: Certific
 
 def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certificate: Certificate) -> None:
     """The biases of the file against the model's, before the model computes with them in (a)."""
-    scales = [float(m.qparams.scale) for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1]
-    for _, module in quant_oprs(qmodel.model):
-        quantizer = module.weight_quantizer
-        bias = lowered.bias.get(quantizer.name) if quantizer is not None else None
-        with quantized(qmodel):
-            own = None if bias is None else module.current_bias
-        if quantizer is None or own is None:
-            continue
-        expected, found = runtime.as_array(own), bias.values
-        weight_scale = runtime.as_array(marks[quantizer.name].qparams.scale)
-        input_scale = bias.step / np.resize(weight_scale, bias.step.shape)
-        is_on_grid = any(np.allclose(input_scale, scale, rtol=1e-6, atol=0) for scale in scales)
-        if expected.shape != found.shape or not is_on_grid:
-            certificate.wrong_biases[quantizer.name] = expected.size
-            continue
-        rounding = np.finfo(np.float32).eps * np.abs(expected)
-        is_right = np.abs(expected - found) <= HALF_A_STEP * bias.step + rounding
-        certificate.wrong_biases[quantizer.name] = int((~is_right).sum())
+    scales = [
+        m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
+    ]
+    with quantized(qmodel):
+        for _, module in quant_oprs(qmodel.model):
+            name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
+            own = module.current_bias if name in lowered.bias else None
+            if own is not None:
+                weight_scale = runtime.as_array(marks[name].qparams.scale)
+                wrong = wrong_values(lowered.bias[name], runtime.as_array(own), weight_scale, scales)
+                certificate.wrong_biases[name] = wrong
+
+
+def wrong_values(bias: Bias, own: Array, weight_scale: Array, input_scales: list[float]) -> int:
+    """How many values of a bias are not the model's; all, where its grid is not input times weight."""
+    input_scale = bias.step / np.resize(weight_scale, bias.step.shape)
+    is_on_grid = any(np.allclose(input_scale, scale, rtol=1e-6, atol=0) for scale in input_scales)
+    if own.shape != bias.values.shape or not is_on_grid:
+        return own.size
+    rounding = np.finfo(np.float32).eps * np.abs(own)
+    is_right = np.abs(own - bias.values) <= HALF_A_STEP * bias.step + rounding
+    return int((~is_right).sum())
 
 
 def output_names(file: Path) -> list[str]:
