@@ -85,6 +85,12 @@ def run_bare(path: Path, names: list[str], args: tuple[Any, ...], kwargs: dict[s
     model = onnx.load(str(path), load_external_data=False)
     have = {o.name for o in model.graph.output}
     inputs = {i.name for i in model.graph.input}
+    computed = {name for node in model.graph.node for name in node.output}
+    missing = {*names} - computed - inputs - {tensor.name for tensor in model.graph.initializer}
+    if missing:
+        raise ExportError(
+            f"{path}: has no value {', '.join(sorted(missing)[:5])}, which its metadata names; export the model again"
+        )
     for name in dict.fromkeys(names):
         if name not in have and name not in inputs:
             model.graph.output.append(onnx.ValueInfoProto(name=name))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
-from sparsebit.export.calls import call_of, calls_of
+from sparsebit.export.calls import call_of, calls_of, some_calls_of
 from sparsebit.export.marks import Mark, emit
 from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
@@ -91,9 +91,7 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     from sparsebit.quantization.certifying import certify
 
     path = Path(onnx_path)
-    if not path.is_file():
-        raise ExportError(f"{path}: there is no such file")
-    model = ir.load(path)
+    model = files.read(path, ir.load)
     if "sparsebit.lowered" not in model.metadata_props:
         ours = "sparsebit.certificate" in model.metadata_props
         what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
@@ -102,7 +100,7 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
-    calls = calls_of(batches, signature_of(qmodel), qmodel.device)
+    calls = some_calls_of(batches, signature_of(qmodel), qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
     report = certify(qmodel, path, calls, [], marks, lowered, backend)
     report.path, report.bytes = str(path), files.size_of(path)
@@ -257,7 +255,7 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
             if name not in biases:
                 continue
             saved.append((module, module._parameters.get("bias"), module.bias_correction))
-            bias = torch.from_numpy(biases[name].copy()).to(module.weight)
+            bias = torch.from_numpy(biases[name].values).to(module.weight)
             module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
             module.bias_correction = None
         yield
