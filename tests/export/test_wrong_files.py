@@ -683,7 +683,7 @@ def test_a_file_that_does_not_run_is_refused(exported, kind, tmp_path):
 def test_bytes_that_are_no_model(exported, content, tmp_path):
     path = tmp_path / "m.onnx"
     path.write_bytes(exported.file[:-400] if content is None else content)
-    with pytest.raises(ExportError, match="m.onnx"):
+    with pytest.raises(ExportError, match=r"m\.onnx"):
         sparsebit.verify(path, exported.qmodel, exported.batches)
 
 

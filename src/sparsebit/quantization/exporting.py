@@ -150,9 +150,10 @@ def pair_rule_of(qmodel: Any) -> str:
     """How many weights follow the pair rule, and by how much it raises the error of their rounding."""
     weights = [(q, w) for _, q, w in used_quantizers(qmodel) if w is not None and needs_rule(q.spec)]
     ruled = [(q, w) for q, w in weights if q.pair_rule]
-    summed = [m for _, m in quant_oprs(qmodel.model) if m.sums_pairs and m.weight_quantizer is not None]
     if not ruled:
-        off = any(needs_rule(m.weight_quantizer.spec) for m in summed) and not qmodel.cfg.w.pair_rule
+        summed = [m.weight_quantizer for _, m in quant_oprs(qmodel.model) if m.sums_pairs]
+        needed = any(quantizer is not None and needs_rule(quantizer.spec) for quantizer in summed)
+        off = needed and not qmodel.cfg.w.pair_rule
         return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
     noise = plain = 0.0
     for quantizer, weight in ruled:
