@@ -6,9 +6,10 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
+PRODUCTS = {"MultiheadAttention": 2, "Attention": 2}  # queries by keys, probabilities by values
 ROWS = {  # ops of the pre-flight report
     "Conv": ("Conv[123]d", "ConvFunction"),
-    "MatMul": ("Linear", "MatMul", "Conv1D", "AddMM"),
+    "MatMul": ("Linear", "MatMul", "Conv1D", "AddMM", *PRODUCTS),
     "Add": ("Add",),
 }
 KERNELS = {  # ops of the optimised graph
@@ -24,7 +25,7 @@ def announced(found: Any) -> Counter[str]:
     for row in found.rows:
         kind = _kind(row.op, ROWS)
         if kind and (row.integer or kind != "Add"):
-            counts[f"{'integer' if row.integer else 'float'} {kind}"] += 1
+            counts[f"{'integer' if row.integer else 'float'} {kind}"] += PRODUCTS.get(row.op, 1)
     return counts
 
 

@@ -165,6 +165,65 @@ class WithOutputs(nn.Module):
         return b, F.relu(c), torch.flatten(self.d(F.leaky_relu(c)), 1).softmax(-1)
 
 
+class Attend(nn.Module):
+    """Both forms of attention that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(12, 2, batch_first=True), nn.LayerNorm(12)
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+class SharedMove(nn.Module):
+    """Two layers read a moved value: one directly, one behind another move."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.move = nn.Conv2d(3, 4, 3, padding=1), move
+        channels = move(torch.zeros(1, 4, 12, 12)).shape[1]
+        self.a, self.b = nn.Conv2d(channels, 2, 1), nn.Conv2d(channels, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.move(self.conv(x))
+        return self.a(x), self.b(x.permute(0, 1, 3, 2))
+
+
+class Branches(nn.Module):
+    def __init__(self, *branches: nn.Module) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> list[Any]:
+        return [branch(x) for branch in self.branches]
+
+
+def moved_twice() -> nn.Module:
+    """onnxruntime moves a quantizer in front of these by itself: every first convolution is integer."""
+    moves: list[Callable[[Tensor], Tensor]] = [
+        *(lambda x: F.max_pool2d(x, 2), lambda x: x.flatten(2).unflatten(2, (9, 16)), lambda x: x[:, :3]),
+        *(lambda x: x.unsqueeze(2).squeeze(2), lambda x: x.flip(3), lambda x: x),
+    ]
+    return Branches(*map(SharedMove, moves))
+
+
+def moved_once() -> nn.Module:
+    """Only the exporter moves a quantizer in front of these, and only one: every first convolution is float."""
+    moves: list[Callable[[Tensor], Tensor]] = [
+        *(
+            lambda x: F.pixel_shuffle(x, 2),
+            lambda x: F.interpolate(x, scale_factor=2.0),
+            lambda x: x.roll(1, 2),
+        ),
+        *(lambda x: torch.cat([x, x], 1), lambda x: x.chunk(2, 1)[0], lambda x: x[:, 1].unsqueeze(1)),
+    ]
+    return Branches(*map(SharedMove, moves))
+
+
 def audio() -> nn.Module:
     layers = [nn.Conv1d(3, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(8, 8, 3)]
     return nn.Sequential(*layers, nn.LeakyReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4))
@@ -251,7 +310,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unet_bilinear": (lambda: UNet("bilinear"), IMAGES),
     "vit": (ViT, IMAGES),
     "outputs": (WithOutputs, IMAGES),
+    "attention": (Attend, (2, 5, 12)),
     "moved": (moved, IMAGES),
+    "moved_twice": (moved_twice, IMAGES),
+    "moved_once": (moved_once, IMAGES),
     "stopped": (stopped, IMAGES),
     "audio": (audio, SERIES),
     "mlp": (mlp, VECTORS),

@@ -30,6 +30,7 @@ ONNX_OPS = {  # how the exporter writes an op
     "*Linear*": "Gemm",
     "MatMul": "MatMul",
     "AddMM": "MatMul",
+    "*Attention": "MatMul",  # its two products
     "Add": "Add",
     "Mul": "Mul",
     "Concat": "Concat",

@@ -46,6 +46,9 @@ MOVERS = (  # they keep the range of the values: an observer behind them sees wh
 )
 PICKERS = (Concat, Stack, Split)  # an observer behind them sees another range
 CLIP, VANISHES, MOVE, PICK = "clip", "vanishes", "move", "pick"
+MOVED_ONCE = (  # only the exporter moves a quantizer in front of these; onnxruntime does it for the others, once more
+    *(PixelShuffle, PixelUnshuffle, QUpsample, QInterpolate, Expand, Expand_as, Repeat, Select, *PICKERS),
+)
 NAMED: dict[Any, tuple[str, tuple[str, ...]]] = {  # of these only some functions are moves in the file, too
     Pointwise: (CLIP, ("clamp", "clamp_min", "clamp_max", "clip")),
     Move: (MOVE, ("flip", "fliplr", "flipud", "roll", "rot90")),
@@ -123,11 +126,11 @@ class OutputGrids:
         if readers is None:
             return None
         several = len({r.quantizer for r in readers}) > 1
-        if several and how in (MOVE, PICK) and not self._is_one_value(user, module, readers):
+        if several and _is_moved_once(user, module) and not self._is_one_value(module, readers):
             return None
         return [reader.behind(user, how) for reader in readers]
 
-    def _is_one_value(self, mover: fx.Node, module: Any, readers: list[Reader]) -> bool:
+    def _is_one_value(self, module: Any, readers: list[Reader]) -> bool:
         """Do the quantizers become one behind the move already? Only then the exporter moves it in front."""
         return _on_one_grid(readers) and all(r.direct for r in readers) and not isinstance(module, Split)
 
@@ -141,9 +144,8 @@ class OutputGrids:
             return ""
         if kind in NAMED:
             how, names = NAMED[kind]
-            name = getattr(getattr(module, "op", None), "__name__", "")
             has_constants = how != CLIP or len(node.all_input_nodes) == 1
-            return how if name in names and has_constants else ""
+            return how if _function(module) in names and has_constants else ""
         if is_kind(QGetItem):
             return PICK if _is_slice(node.args[1]) else ""
         if is_kind(AdaptiveMaxPool):
@@ -157,6 +159,18 @@ def _on_one_grid(readers: list[Reader]) -> bool:
     first = readers[0]
     same = all((r.quantizer, r.clipped) == (first.quantizer, first.clipped) for r in readers)
     return same or all(r.grid == first.grid for r in readers)
+
+
+def _function(module: Any) -> str:
+    """The name of the function that a module stands for."""
+    return getattr(getattr(module, "op", None), "__name__", "")
+
+
+def _is_moved_once(node: fx.Node, module: Any) -> bool:
+    if isinstance(module, QGetItem):
+        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return any(isinstance(part, int) for part in parts)
+    return isinstance(module, MOVED_ONCE) or (isinstance(module, Move) and _function(module) == "roll")
 
 
 def _is_slice(index: Any) -> bool:

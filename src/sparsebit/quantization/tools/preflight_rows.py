@@ -87,8 +87,10 @@ class RowBuilder:
         quantizers = [q for q in quantizers if q not in self.measured.not_float]
         state, how = self._state(node, module, quantizers)
         op = _op_name(node, module)
-        complete = bool(carried) or _complete(module)
-        integer, why = self._verdict(op, state, _grids(module, quantizers), complete, node in self.outputs)
+        inside, all_inside = _carried_inside(module)
+        complete = all_inside and (bool(carried or inside) or _complete(module))
+        grids = _grids(module, [*quantizers, *inside])
+        integer, why = self._verdict(op, state, grids, complete, node in self.outputs)
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
@@ -103,13 +105,13 @@ class RowBuilder:
         op, key = _op_name(node, module), (node.name, module)
         macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
         state, how = "quantized", " / ".join(map(describe, quantizers))
-        integer, why = self._verdict(op, state, _grids(module, quantizers), _complete(module), output=False)
         if not quantizers:
             state, how = self._without_quantizer(module)
-        if state == PARTS and macs:  # attention: the matmuls are its own, their quantizers are children
-            values = [q for m in module.children() for q in active_quantizers(m) if isinstance(m, QIdentity)]
-            grids = _grids(module, values)
-            integer, why = self._verdict("MatMul", state, grids, macs == quantized, output=False)
+        values, all_values = _carried_inside(module)
+        complete = all_values and (bool(values) or _complete(module))
+        integer, why = self._verdict(
+            op, state, _grids(module, [*quantizers, *values]), complete, output=False
+        )
         return Row(
             *names_of(node, inside), op, state, how, tuple(q.name for q in quantizers),
             macs, quantized, *self._bytes(module, own_rows), integer, why,
@@ -216,6 +218,13 @@ def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
         elif quantizer not in weights:
             inputs.append(quantizer.spec)
     return weights[0].spec if weights else None, inputs
+
+
+def _carried_inside(module: nn.Module | None) -> tuple[list[Quantizer], bool]:
+    """Attention: the quantizers of the factors of its own products, and whether all of them are active."""
+    carriers = [] if module is None else [m for m in module.children() if isinstance(m, QIdentity)]
+    active = [q for m in carriers for q in active_quantizers(m)]
+    return active, len(active) == len(carriers)
 
 
 def _complete(module: nn.Module | None) -> bool:
