@@ -95,7 +95,7 @@ class OutputGrids:
 
     def __contains__(self, node: fx.Node) -> bool:
         readers = self._readers(node)
-        return bool(readers) and _on_one_grid(readers)
+        return readers is not None and _on_one_grid(readers)
 
     def differ(self, node: fx.Node) -> bool:
         """Does everything that reads the output quantize it, but on several grids?"""
