@@ -142,7 +142,7 @@ def test_exports_with_the_models_codes(tmp_path, bits, opset, kind, weight_only,
     )
     assert report.ok and report.opset == opset
     assert sum(check.wrong for check in report.certificate.quantizers.values()) == 0
-    assert report.certificate.runtime.noise_db < -90  # MatMulNBits of onnxruntime 1.31 is wrong for 2 bits
+    assert report.certificate.runtime.noise_db < -35  # MatMulNBits rounds activations to 8 bits
     import onnx
 
     blocks = {
