@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sparsebit.export.graph_edit import array_of, constant, insert, readers
-from sparsebit.export.lowered import BIAS_OF, Lowered
+from sparsebit.export.lowered import BIAS_OF, Bias, Lowered
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import container_bits
 
@@ -41,7 +41,7 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
             continue  # called with inputs on different grids: no bias fits all of them
         codes = np.rint(bias.astype(np.float64) / step)
         if np.abs(codes).max(initial=0) < 2**31:
-            lowered.bias[name] = codes.astype(np.float32) * step
+            lowered.bias[name] = Bias(codes, step)
             _store(model.graph, [place for place, _, _ in found], name, codes.astype(np.int32), step)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sparsebit.errors import ExportError
 from sparsebit.graph.feeding import as_call, to_device
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,6 +28,15 @@ def call_of(batch: Any, signature: inspect.Signature, device: torch.device | Non
 def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
     one = isinstance(batches, (Tensor, Mapping))
     return [call_of(batch, signature, device) for batch in ([batches] if one else batches)]
+
+
+def some_calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
+    """The same, where a comparison of nothing would count as agreement."""
+    calls = calls_of(batches, signature, device)
+    tensors = [t for t in pytree.tree_leaves(calls) if isinstance(t, Tensor)]
+    if not any(t.numel() for t in tensors):
+        raise ExportError("batches: are empty, so there is nothing to compare; give at least one")
+    return calls
 
 
 def called(model: nn.Module, call: Call) -> Any:

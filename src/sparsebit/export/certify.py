@@ -12,6 +12,7 @@ the model that was measured; -50 dB. Labels likewise.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from torch import Tensor
 from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, EndToEnd, OutputNoise, Rows
 from sparsebit.export.marks import Mark
 from sparsebit.export.runtime import Array
-from sparsebit.numeric import broadcast, minmax_from_qparams, quantize_to_int
+from sparsebit.numeric import broadcast, dequantize, minmax_from_qparams, quantize_to_int
 
 if TYPE_CHECKING:
     from sparsebit.export.lowered import Site
 
+ON_GRID = 1e-3  # of a step: values that a quantizer gives lie on its grid
 MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
 ABOVE_FLOOR = 6.0  # dB
 BELOW_QUANTIZATION = 6.0  # dB: errors that add up to 1 dB
@@ -43,12 +45,17 @@ class QuantizerCheck:
     at_boundary: int = 0  # other codes than torch's own input gives: float rounding, must be rare
     op_error: float = 0.0  # largest difference before rounding, as a share of the largest value
 
+    @property
+    def share_at_boundary(self) -> float:
+        return self.at_boundary / max(self.codes, 1)
+
     def compare(self, mark: Mark, mine: Tensor, before: Array, after: Array, site: Site) -> Tensor:
         """`mine` is torch's input to the quantizer, `before` and `after` what the runtime had there.
 
         Returns `after`: the next ops are checked on the runtime's own values.
         """
-        theirs, result = torch.from_numpy(before.copy()).to(mine), torch.from_numpy(after.copy()).to(mine)
+        theirs = torch.from_numpy(before.copy()).to(mine.device).float()
+        result = torch.from_numpy(after.copy()).to(mine)
         if theirs.shape != mine.shape or result.shape != mine.shape:
             self.wrong += max(mine.numel(), 1)
             self.op_error = float("inf")
@@ -56,15 +63,22 @@ class QuantizerCheck:
         if site.clip != (None, None):
             theirs = theirs.clamp(*site.clip)
         code = lambda x: quantize_to_int(x.float(), mark.qparams, mark.spec)
-        stored = code(result)  # values on the grid: their codes are exact
+        stored = code(result)
         self.codes += stored.numel()
-        self.wrong += int((code(theirs) != stored).sum())
+        is_wrong = (code(theirs) != stored) | ~self._is_on_grid(mark, result, stored)
+        self.wrong += int(is_wrong.sum())
         self.at_boundary += int((code(mine) != stored).sum())
         if mine.numel():
-            self.op_error = max(
-                self.op_error, self._op_error(mark, mine.float(), theirs.float(), site.hoisted)
-            )
+            self.op_error = max(self.op_error, self._op_error(mark, mine.float(), theirs, site.hoisted))
         return result
+
+    @staticmethod
+    def _is_on_grid(mark: Mark, result: Tensor, codes: Tensor) -> Tensor:
+        """Are the values those that the codes stand for? Another scale for reading than for writing shows here."""
+        values = dequantize(codes, mark.qparams, mark.spec)
+        step = broadcast(mark.qparams.scale, result.dim(), mark.spec.axis).to(values)
+        rounding = 2 * torch.finfo(result.dtype).eps * values.abs()
+        return (result.to(values) - values).abs() <= ON_GRID * step + rounding
 
     @staticmethod
     def _op_error(mark: Mark, mine: Tensor, theirs: Tensor, hoisted: bool) -> float:
@@ -85,14 +99,21 @@ class Certificate(Comparison):
     """What was compared of a quantized model, and whether it holds."""
 
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
-    output_error: float = 0.0  # of the outputs in (a), as a share of the largest value
+    wrong_biases: Counter[str] = field(default_factory=Counter)  # by weight quantizer: values off the model's
+    output_errors: dict[str, float] = field(default_factory=dict)  # in (a), as a share of the largest value
+    output_count: str = ""  # where it is not the model's
+    output_types: dict[str, str] = field(default_factory=dict)  # of those that have another type
     order: list[str] = field(default_factory=list)
     quantization: EndToEnd = field(default_factory=EndToEnd)  # the quantized model against the float one
-    start: str = ""  # of a file whose outputs differ in a plain session: the first tensor that does
+    start: str = ""  # of a file that differs in a plain session only: the first tensor that does
 
     @property
     def codes(self) -> int:
         return sum(q.codes for q in self.quantizers.values())
+
+    @property
+    def output_error(self) -> float:
+        return max(self.output_errors.values(), default=0.0)
 
     @property
     def at_boundary(self) -> int:
@@ -112,6 +133,8 @@ class Certificate(Comparison):
 
     def output_failures(self) -> list[str]:
         """The outputs that a plain session computes otherwise than the model."""
+        if self.output_count:
+            return []  # which of them is which is not known
         found = []
         for name, output in self.runtime.outputs.items():
             noise, labels = self.allowed(name)
@@ -127,20 +150,42 @@ class Certificate(Comparison):
         return []
 
     def failures(self) -> list[str]:
+        outputs = self.output_failures()
+        start = [self.start] if outputs and self.start else []
+        return [*self.local_failures(), *start, *outputs]
+
+    def local_failures(self) -> list[str]:
+        """Of (a), in the order of the graph."""
         found = []
+        most = self._most_at_boundary()
         for name in self.order:
             check = self.quantizers[name]
             if check.wrong:
                 found.append(f"{name}: {check.wrong} of {check.codes} codes differ from the model's grid")
             if check.op_error > self.rounding:
                 found.append(f"{name}: its input is off by {check.op_error:.2g} of the largest value")
-        if self.output_error > self.rounding:
-            found.append(f"the output is off by {self.output_error:.2g} of the largest value")
+            if name == most:
+                found.append(
+                    f"{name}: {check.at_boundary} of {check.codes} codes lie on another side of a boundary than the "
+                    f"model's, {self.at_boundary} of {self.codes} in all quantizers"
+                )
+            if self.wrong_biases[name]:
+                bias = f"{name.removesuffix('weight_quantizer')}bias"
+                found.append(f"{bias}: {self.wrong_biases[name]} values differ from the model's bias")
+        if self.output_count:
+            found.append(f"the number of outputs is {self.output_count}")
+        for name, error in self.output_errors.items():
+            if error > self.rounding:
+                found.append(f"the output {name} is off by {error:.2g} of the largest value")
+        found += [f"the output {name} is {kind}" for name, kind in self.output_types.items()]
+        return found
+
+    def _most_at_boundary(self) -> str:
+        """Where too many codes lie on another side of a boundary: the quantizer with the largest share of them."""
         allowed = max(MOST_AT_BOUNDARY * self.codes, 2)
-        if self.at_boundary > allowed and self.rounding == FLOAT_ROUNDING:
-            found.append(f"{self.at_boundary} of {self.codes} codes lie on another side of a boundary")
-        outputs = self.output_failures()
-        return [*found, *([self.start] if outputs and self.start else []), *outputs]
+        if self.at_boundary <= allowed or self.rounding != FLOAT_ROUNDING:
+            return ""
+        return max(self.order, key=lambda name: self.quantizers[name].share_at_boundary)
 
     def as_dict(self) -> dict[str, Any]:
         local = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,18 @@ def writable(name: str | Path) -> Path:
     if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise ExportError(f"{path}: cannot be written; check its permissions")
     return path
+
+
+def read(path: Path, load: Callable[[Path], Any]) -> Any:
+    """What `load` makes of an ONNX file."""
+    from google.protobuf.message import DecodeError
+
+    if not path.is_file():
+        raise ExportError(f"{path}: there is no such file")
+    try:
+        return load(path)
+    except DecodeError as error:
+        raise ExportError(f"{path}: is no ONNX file, or only a part of one: {error}") from error
 
 
 def report_of(path: Path) -> Path:

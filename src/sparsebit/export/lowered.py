@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from sparsebit.errors import ExportError
 from sparsebit.export.graph_edit import array_of
 
 BIAS_OF = "sparsebit.bias_of"  # written beside the bias of a layer: the name of its weight quantizer
+LOWERED = "sparsebit.lowered"
 Clip = tuple[float | None, float | None]  # lower and upper bound
 
 
@@ -30,6 +32,18 @@ class Site:
     transposed: bool = False  # a weight that is stored as (inputs, outputs)
 
 
+class Bias(NamedTuple):
+    """What a file adds: int32 codes on the grid of input times weight."""
+
+    codes: np.ndarray[Any, Any]
+    step: np.ndarray[Any, Any]
+
+    @property
+    def values(self) -> np.ndarray[Any, Any]:
+        values: np.ndarray[Any, Any] = self.codes.astype(np.float32) * self.step
+        return values
+
+
 def _default(name: str) -> tuple[Any, ...]:
     return astuple(Site(name, f"{name}/DQ/out"))
 
@@ -39,9 +53,7 @@ class Lowered:
     """What lowering did, by quantizer name."""
 
     sites: list[Site] = field(default_factory=list)
-    bias: dict[str, np.ndarray[Any, Any]] = field(
-        default_factory=dict
-    )  # weight quantizer -> what the file adds
+    bias: dict[str, Bias] = field(default_factory=dict)  # by weight quantizer
 
     def add_aliases(self, aliases: dict[str, str]) -> None:
         """A quantizer that was merged into another works where that one does."""
@@ -68,7 +80,10 @@ class Lowered:
     @classmethod
     def of_file(cls, model: ir.Model) -> Lowered:
         """As `to_json` wrote it; the biases are read from the graph itself."""
-        known = json.loads(model.metadata_props["sparsebit.lowered"])
+        try:
+            known = json.loads(model.metadata_props[LOWERED])
+        except ValueError as error:
+            raise ExportError(f"the metadata {LOWERED} is damaged: {error}; export the model again") from None
         sites = []
         for entry in known:
             name, after, before, hoisted, clip, transposed = list(entry) + list(
@@ -78,7 +93,8 @@ class Lowered:
         bias = {}
         for node in model.graph:
             if BIAS_OF in node.metadata_props:
-                codes, step = array_of(node.inputs[0]), array_of(node.inputs[1])
-                assert codes is not None and step is not None
-                bias[node.metadata_props[BIAS_OF]] = codes.astype(np.float32) * step
+                name, (codes, step) = node.metadata_props[BIAS_OF], map(array_of, node.inputs[:2])
+                if codes is None or step is None:
+                    raise ExportError(f"{name}: the bias beside it is no constant; export the model again")
+                bias[name] = Bias(codes, step)
         return cls(sites, bias)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files, runtime
-from sparsebit.export.calls import Call, call_of, called, calls_of
+from sparsebit.export.calls import Call, call_of, called, calls_of, some_calls_of
 from sparsebit.export.end_to_end import Comparison, Rows, answers, check_output, rounding_of
 from sparsebit.export.first_difference import first_difference
 from sparsebit.export.report import ExportReport, settle
@@ -162,9 +162,7 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
     import onnx
 
     path = Path(onnx_path)
-    if not path.is_file():
-        raise ExportError(f"{path}: there is no such file")
-    proto = onnx.load(str(path), load_external_data=False)
+    proto = files.read(path, lambda path: onnx.load(str(path), load_external_data=False))
     told = {prop.key for prop in proto.metadata_props}
     if "sparsebit.certificate" not in told or "sparsebit.lowered" in told:
         what = "holds a quantized model" if "sparsebit.lowered" in told else "was not written by Sparsebit"
@@ -172,7 +170,7 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )
     _check_model(model)
-    calls = calls_of(batches, inspect.signature(model.forward), _device_of(model))
+    calls = some_calls_of(batches, inspect.signature(model.forward), _device_of(model))
     with torch.no_grad(), evaluating(model):
         certificate = certify(model, None, path, calls)
     opset = next(found.version for found in proto.opset_import if not found.domain)

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from sparsebit.export import openvino_runtime, runtime
 from sparsebit.export.calls import Call, called
@@ -18,16 +20,21 @@ from sparsebit.export.end_to_end import EndToEnd, answers, check_output, roundin
 from sparsebit.export.marks import Mark
 from sparsebit.export.optimised_graph import first_wrong_tensor
 from sparsebit.export.report import ExportReport
+from sparsebit.export.runtime import Array
 from sparsebit.graph.training import evaluating
 from sparsebit.numeric import fake_quantize
-from sparsebit.quantization.exporting import exporting, with_bias
+from sparsebit.quantization.exporting import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
 from sparsebit.quantization.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from sparsebit.export.lowered import Bias
 
 NBITS = (
     "MatMulNBits rounds its input to 8 bits; the session option session.qdq_matmulnbits_accuracy_level = 1 computes "
     "in float"
 )
+HALF_A_STEP = 0.51  # the model rounds a bias to the same grid, or not at all
 ELSEWHERE = (
     "compared in onnxruntime with optimisations off, because the file is for another runtime; for onnxruntime itself "
     "export with BACKEND: onnxruntime"
@@ -45,12 +52,13 @@ def certify(
 ) -> ExportReport:
     """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
     certificate = Certificate(rounding=rounding_of(qmodel))
+    check_biases(qmodel, marks, lowered, certificate)
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
     is_for_onnxruntime = backend == "onnxruntime"
     check_end_to_end(qmodel, file, [*calls, *more], certificate, optimised=is_for_onnxruntime)
-    if is_for_onnxruntime and certificate.output_failures():
-        certificate.start = first_wrong_tensor(file, calls[0])
+    if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
+        certificate.start = first_wrong_tensor(file, [*calls, *more])
     integer, floating = runtime.kernels(file)
     described = {name: mark.describe() for name, mark in marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
@@ -100,15 +108,57 @@ def check_locally(
             expected = fake_quantize(mark.weight.float(), mark.qparams, mark.spec)
             found = values[site.after].T if site.transposed else values[site.after]
             stored = torch.from_numpy(found.copy()).to(expected)
-            check.codes += stored.numel()
+            check.codes += expected.numel()
+            if stored.shape != expected.shape:
+                check.wrong += expected.numel()
+                return expected.to(x)
             check.wrong += int((stored != expected).sum())
             return stored.to(x)
         return check.compare(mark, quantizer.transform(x), values[site.before], values[site.after], site)
 
     with exporting(qmodel, replay), with_bias(qmodel, lowered.bias):
-        expected = runtime.torch_outputs(qmodel.model(*args, **kwargs))
-    outputs = [values[name] for name in output_names(file)]
-    certificate.output_error = max(certificate.output_error, check_output(expected, outputs))
+        answer = qmodel.model(*args, **kwargs)
+    check_outputs(answer, {name: values[name] for name in output_names(file)}, certificate)
+
+
+def check_outputs(answer: Any, found: Mapping[str, Array], certificate: Certificate) -> None:
+    """The outputs of (a), each by itself: their number, their types, their values."""
+    tensors = [t for t in pytree.tree_leaves(answer) if torch.is_tensor(t)]
+    if len(tensors) != len(found):
+        certificate.output_count = f"{len(found)}; the model has {len(tensors)}"
+        return
+    errors = certificate.output_errors
+    for tensor, expected, (name, array) in zip(tensors, runtime.torch_outputs(answer), found.items()):
+        errors[name] = max(errors.get(name, 0.0), check_output([expected], [array]))
+        wanted = str(tensor.dtype).removeprefix("torch.")
+        if str(array.dtype) != wanted:
+            certificate.output_types[name] = f"{array.dtype}; the model's is {wanted}"
+
+
+def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certificate: Certificate) -> None:
+    """The biases of the file against the model's, before the model computes with them in (a)."""
+    scales = [
+        m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
+    ]
+    with quantized(qmodel):
+        for _, module in quant_oprs(qmodel.model):
+            name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
+            own = module.current_bias if name in lowered.bias else None
+            if own is not None:
+                weight_scale = runtime.as_array(marks[name].qparams.scale)
+                wrong = wrong_values(lowered.bias[name], runtime.as_array(own), weight_scale, scales)
+                certificate.wrong_biases[name] = wrong
+
+
+def wrong_values(bias: Bias, own: Array, weight_scale: Array, input_scales: list[float]) -> int:
+    """How many values of a bias are not the model's; all, where its grid is not input times weight."""
+    input_scale = bias.step / np.resize(weight_scale, bias.step.shape)
+    is_on_grid = any(np.allclose(input_scale, scale, rtol=1e-6, atol=0) for scale in input_scales)
+    if own.shape != bias.values.shape or not is_on_grid:
+        return own.size
+    rounding = np.finfo(np.float32).eps * np.abs(own)
+    is_right = np.abs(own - bias.values) <= HALF_A_STEP * bias.step + rounding
+    return int((~is_right).sum())
 
 
 def output_names(file: Path) -> list[str]:

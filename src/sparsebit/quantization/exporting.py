@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
-from sparsebit.export.calls import call_of, calls_of
+from sparsebit.export.calls import call_of, calls_of, some_calls_of
 from sparsebit.export.marks import Mark, emit
 from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
@@ -91,18 +91,21 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     from sparsebit.quantization.certifying import certify
 
     path = Path(onnx_path)
-    if not path.is_file():
-        raise ExportError(f"{path}: there is no such file")
-    model = ir.load(path)
+    model = files.read(path, ir.load)
     if "sparsebit.lowered" not in model.metadata_props:
         ours = "sparsebit.certificate" in model.metadata_props
         what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
         raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
-    lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+    try:
+        lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"{path}: its numbers are in {error.filename}, which is missing; keep both in one folder"
+        ) from error
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
-    calls = calls_of(batches, signature_of(qmodel), qmodel.device)
+    calls = some_calls_of(batches, signature_of(qmodel), qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
     report = certify(qmodel, path, calls, [], marks, lowered, backend)
     report.path, report.bytes = str(path), files.size_of(path)
@@ -152,9 +155,13 @@ def pair_rule_of(qmodel: Any) -> str:
     """How many weights follow the pair rule, and by how much it raises the error of their rounding."""
     weights = [(q, w) for _, q, w in used_quantizers(qmodel) if w is not None and needs_rule(q.spec)]
     ruled = [(q, w) for q, w in weights if q.pair_rule]
-    summed = [m for _, m in quant_oprs(qmodel.model) if m.sums_pairs and m.weight_quantizer is not None]
+    summed = [
+        m.weight_quantizer
+        for _, m in quant_oprs(qmodel.model)
+        if m.weight_quantizer is not None and m.sums_pairs
+    ]
     if not ruled:
-        off = any(needs_rule(m.weight_quantizer.spec) for m in summed) and not qmodel.cfg.w.pair_rule
+        off = any(needs_rule(quantizer.spec) for quantizer in summed) and not qmodel.cfg.w.pair_rule
         return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
     noise = plain = 0.0
     for quantizer, weight in ruled:
@@ -257,7 +264,7 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
             if name not in biases:
                 continue
             saved.append((module, module._parameters.get("bias"), module.bias_correction))
-            bias = torch.from_numpy(biases[name].copy()).to(module.weight)
+            bias = torch.from_numpy(biases[name].values).to(module.weight)
             module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
             module.bias_correction = None
         yield
