@@ -54,7 +54,8 @@ class QuantizerCheck:
 
         Returns `after`: the next ops are checked on the runtime's own values.
         """
-        theirs, result = torch.from_numpy(before.copy()).to(mine), torch.from_numpy(after.copy()).to(mine)
+        theirs = torch.from_numpy(before.copy()).to(mine.device).float()
+        result = torch.from_numpy(after.copy()).to(mine)
         if theirs.shape != mine.shape or result.shape != mine.shape:
             self.wrong += max(mine.numel(), 1)
             self.op_error = float("inf")
@@ -68,9 +69,7 @@ class QuantizerCheck:
         self.wrong += int(is_wrong.sum())
         self.at_boundary += int((code(mine) != stored).sum())
         if mine.numel():
-            self.op_error = max(
-                self.op_error, self._op_error(mark, mine.float(), theirs.float(), site.hoisted)
-            )
+            self.op_error = max(self.op_error, self._op_error(mark, mine.float(), theirs, site.hoisted))
         return result
 
     @staticmethod

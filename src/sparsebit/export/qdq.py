@@ -109,12 +109,13 @@ def _lower_weight(node: ir.Node, mark: Mark) -> Site:
 def _lower_activation(node: ir.Node, mark: Mark) -> Site:
     graph, x = node.graph, node.inputs[0]
     assert isinstance(graph, ir.Graph) and x is not None and x.name is not None
-    before, kind = x.name, x.dtype
+    kind = x.dtype
     stem, calls = mark.name, 1
     while f"{stem}/scale" in graph.initializers:  # the layer is called again
         stem, calls = f"{mark.name}#{calls}", calls + 1
     scale, zero, axis = grid(graph, mark, stem, len(x.shape) if x.shape is not None else 4)
     x = _cast(node, x, FLOAT, f"{stem}/as_float")
+    before = x.name or ""  # behind the cast: onnxruntime may compute in float32 and leave out both casts
     if container_bits(mark) > 8:
         x = _clip_values(node, x, mark, stem)
     codes = insert(node, "QuantizeLinear", [x, scale, zero], f"{stem}/Q", axis)

@@ -96,7 +96,12 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
         ours = "sparsebit.certificate" in model.metadata_props
         what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
         raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
-    lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+    try:
+        lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+    except FileNotFoundError as error:
+        raise ExportError(
+            f"{path}: its numbers are in {error.filename}, which is missing; keep both in one folder"
+        ) from error
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
