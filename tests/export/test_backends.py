@@ -187,7 +187,7 @@ class FakeOpenvino(ModuleType):
 
     class Compiled:
         def __init__(self, path: str):
-            self.session = runtime.session(path)
+            self.session = runtime.session(path, optimised=False)
             self.inputs = [FakeOpenvino.Port(i.name) for i in self.session.get_inputs()]
             self.outputs = [FakeOpenvino.Port(o.name) for o in self.session.get_outputs()]
 

@@ -27,14 +27,11 @@ COMPUTE = frozenset(
 )
 
 
-def session(
-    path: str | Path, optimised: bool = True, save: str | None = None, copy_of: Path | None = None
-) -> Any:
+def session(path: str | Path, optimised: bool = True, save: str | None = None) -> Any:
     """An onnxruntime session on the CPU as users load a file: no option has another value than its default.
 
     optimised   False: every optimisation is off.
     save        write the optimised graph there.
-    copy_of     the file that an error names, where `path` is a copy of it.
     """
     require("onnxruntime")
     import onnxruntime as ort
@@ -50,7 +47,7 @@ def session(
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise ExportError(f"{copy_of or path}: onnxruntime does not load the file: {error}") from error
+        raise ExportError(f"{path}: onnxruntime does not load the file: {error}") from error
 
 
 def feeds(loaded: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
@@ -97,13 +94,12 @@ def run_bare(path: Path, names: list[str], args: tuple[Any, ...], kwargs: dict[s
     for name in dict.fromkeys(names):
         if name not in have and name not in inputs:
             model.graph.output.append(onnx.ValueInfoProto(name=name))
-    handle, temporary = tempfile.mkstemp(
-        suffix=".onnx", dir=path.parent
-    )  # beside the file: external data is there
+    # beside the file: external data is there
+    handle, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".onnx", dir=path.parent)
     os.close(handle)
     try:
         onnx.save(model, temporary)
-        bare = session(temporary, optimised=False, copy_of=path)
+        bare = session(temporary, optimised=False)
         given = feeds(bare, args, kwargs)
         outputs = run(bare, given)
     finally:
