@@ -46,6 +46,7 @@ def test_defaults() -> None:
             "OBSERVER": {"TYPE": "minmax"},
             "SPECIFIC": [],
             "GROUP": None,
+            "PAIR_RULE": True,
         },
         "A": {
             "QSCHEME": "per-tensor-affine",
