@@ -143,7 +143,9 @@ def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certifica
     with quantized(qmodel):
         for _, module in quant_oprs(qmodel.model):
             name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
-            has_bias = name in lowered.bias and hasattr(module, "bias")  # a weight of an LSTM has none of its own
+            has_bias = name in lowered.bias and hasattr(
+                module, "bias"
+            )  # a weight of an LSTM has none of its own
             own = module.current_bias if has_bias else None
             if own is not None:
                 weight_scale = runtime.as_array(marks[name].qparams.scale)
