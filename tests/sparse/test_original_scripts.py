@@ -101,7 +101,8 @@ def config(kind: str = "unstructed", strategy: str = "l1norm", ratio: float = 0.
 def test_structured_cifar(tmp_path):
     pytest.importorskip("onnxruntime")
     cfg = sconfig(tmp_path, "structed")
-    model = SparseModel(ResNet(), cfg).to(cfg.DEVICE)
+    given = ResNet()
+    model = SparseModel(given, cfg).to(cfg.DEVICE)
     model.disable_sparse_before_add()
     model.model.fc.sparser.set_ratio(0.0)
     model.calc_params()
@@ -109,7 +110,7 @@ def test_structured_cifar(tmp_path):
     for _ in range(3):
         train(pictures(128, seed=0), model, optimizer)
     accuracy = validate(pictures(64, seed=1), model)
-    assert accuracy > 0.8
+    assert accuracy > 0.8 and torch.equal(given.fc.weight, model.model.fc.weight)
     torch.save({"epoch": 3, "state_dict": model.state_dict()}, tmp_path / "checkpoint.pth.tar")
 
     again = SparseModel(ResNet(), cfg)
@@ -674,11 +675,11 @@ def original_sparser(name: str):
 
         def __init__(self, config, opr):
             super().__init__(config, opr)
-            assert config.SPARSER.RATIO == 0.5
+            assert config.SPARSER.RATIO == 0.5 and config.SPARSER.TYPE in ("structed", "unstructed")
 
         def calc_mask(self, x):
             mask = torch.ones_like(x)
-            if self.kind == "structured":
+            if self.type == "structed":
                 order = x.abs().flatten(1).sum(1).argsort()
                 mask[order[: int(len(x) * self.ratio)]] = 0
                 return mask
@@ -790,7 +791,7 @@ def register_original_layers():
         def calc_mask(self, pre_mask):
             mask = self.sparser.calc_mask(self.weight)
             self.w_mask.data.copy_(mask.data)
-            if self.sparser.kind != "structured":
+            if self.sparser.type != "structed":
                 return None
             self.b_mask.data.copy_(mask.flatten(1).any(1))
             return self.b_mask.clone()

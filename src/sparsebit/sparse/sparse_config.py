@@ -24,6 +24,18 @@ OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options that no laye
 OLD_NAMES = {"structed": "structured", "unstructed": "unstructured", "l0norm": "l0"}  # the original's
 
 
+class Spelling(str):
+    """The name of today, which also equals the original's: plug-ins of then ask `TYPE == "structed"`."""
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == (OLD_NAMES.get(other, other) if isinstance(other, str) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 def _today(value: Any, known: Registry[Any]) -> Any:
     """The name that a kind or a strategy has here; that of a plug-in stays."""
     if not isinstance(value, str):
@@ -79,6 +91,9 @@ class SparserConfig(PluginConfig):
         return super().prepare(
             {**options, **{key: value for key, value in found.items() if value is not None}}
         )
+
+    def __getattr__(self, name: str) -> Any:
+        return Spelling(self.type) if name == "TYPE" else super().__getattr__(name)
 
     @field_validator("pattern", mode="before")
     @classmethod

@@ -38,7 +38,8 @@ class Sparser(nn.Module):
     def __init__(self, config: Any, opr: Any = None):
         super().__init__()
         self.cfg = getattr(config, "sparser", config)
-        self.kind: str = self.cfg.type  # nn.Module has a method `type`
+        self.kind: str = self.cfg.type
+        self.type = self.cfg.TYPE  # the original's name, in place of a method of nn.Module
         self.strategy: str = self.cfg.strategy
         self.pattern: tuple[int, ...] | None = None
         self.ratio: float = self.cfg.ratio
