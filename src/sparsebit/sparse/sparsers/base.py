@@ -39,7 +39,7 @@ class Sparser(nn.Module):
         super().__init__()
         self.cfg = getattr(config, "sparser", config)
         self.kind: str = self.cfg.type
-        self.type = self.cfg.TYPE  # the original's name, in place of a method of nn.Module
+        self.type = self.cfg.TYPE  # type: ignore[method-assign]  # the original's name for it
         self.strategy: str = self.cfg.strategy
         self.pattern: tuple[int, ...] | None = None
         self.ratio: float = self.cfg.ratio
