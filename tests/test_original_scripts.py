@@ -1,6 +1,6 @@
 """Small scripts in the style of the original's example folders; they use the original's public calls and nothing else.
 
-Pruning scripts are in tests/sparse/test_original_scripts.py.
+Pruning scripts are in tests/sparse/test_original_prune_scripts.py.
 """
 
 from __future__ import annotations
