@@ -89,7 +89,9 @@ def _language_model(folder: Path) -> dict[str, Any]:
     (model.parent / "model").rename(model)
     letters = {"type": "BPE", "vocab": {chr(97 + i): i for i in range(26)}, "merges": []}
     told = json.loads((model / "tokenizer.json").read_text())
-    (model / "tokenizer.json").write_text(json.dumps(told | {"model": letters, "added_tokens": []}))
+    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    told |= {"model": letters, "added_tokens": [], "pre_tokenizer": cut}
+    (model / "tokenizer.json").write_text(json.dumps(told))
     return {}
 
 

@@ -116,6 +116,44 @@ def test_an_export_that_fails_costs_only_the_file(sparsebit, work, monkeypatch):
     assert (work / "run/model.safetensors").exists() and not (work / "run/model.onnx").exists()
 
 
+def test_a_wrong_file_is_on_the_page_and_kept_apart(sparsebit, work, monkeypatch):
+    """What onnxruntime computes is made wrong: exit code 1, a red card, no file under the name that was asked for."""
+    pytest.importorskip("onnxruntime")
+    from sparsebit.export import runtime
+
+    right = runtime.run
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "run", lambda *args: [2 * output for output in right(*args)])
+        done = sparsebit("quantize net.py:build --data x.npy -o run --json")
+    assert done.code == 1 and "does not do what the model does" in done.err
+    assert not (work / "run/model.onnx").exists() and (work / "run/model.failed.onnx").exists()
+    page = (work / "run/report.html").read_text("utf-8")
+    assert 'class="tile failed"><dt>Certificate</dt><dd>DOES NOT HOLD' in page
+    assert "✗ the file does not do what the model does" in page and "✓" not in page
+    told = json.loads(done.out)["export"]
+    assert told["ok"] is False and told["certificate"][0].startswith("certificate      DOES NOT HOLD")
+    assert sparsebit("report run --format md").code == 0
+    assert "**DOES NOT HOLD**" in (work / "run/report.md").read_text("utf-8")
+    again = sparsebit("quantize net.py:build --data x.npy -o run --resume")
+    assert again.code == 0, again.err
+    page = (work / "run/report.html").read_text("utf-8")
+    assert "DOES NOT HOLD" not in page and "✓" in page
+
+
+def test_verify_says_in_its_first_line_what_does_not_hold(sparsebit, work, monkeypatch):
+    pytest.importorskip("onnxruntime")
+    from sparsebit.export import runtime
+
+    assert sparsebit("quantize net.py:build --data x.npy -o verified").code == 0
+    right = runtime.run
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "run", lambda *args: [2 * output for output in right(*args)])
+        done = sparsebit("verify verified/model.onnx")
+    assert done.code == 1 and done.out.startswith("certificate      DOES NOT HOLD")
+    done = sparsebit("verify verified/model.onnx")
+    assert done.code == 0 and done.out.startswith("certificate      holds")
+
+
 # -- data ------------------------------------------------------------------------------------------------
 def test_images_are_seen_as_by_torchvision(sparsebit, work):
     """A grey image: every pixel of every channel is (128/255 - mean) / std, whatever the resizing does."""

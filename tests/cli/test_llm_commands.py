@@ -128,7 +128,9 @@ BAD = {
     "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
     "llm quantize {model} --data text.txt --method gtpq -o out": ["did you mean gptq?"],
     "llm quantize {model} --data text.txt --format awq -o out": ["format", "known:"],
-    "llm quantize {model} --data text.txt --candidate-bits two -o out": ["--candidate-bits: expected widths"],
+    "llm quantize {model} --data text.txt --candidate-bits two -o out": [
+        "--candidate-bits: expected 2,3,4, got 'two'"
+    ],
     "llm quantize {model} --data text.txt -o full": ["--output full: is not empty", "--resume"],
     "llm eval {model}": ["--data: perplexity of which text?"],
     "llm eval full --data text.txt": ["full: is no folder with a config.json"],

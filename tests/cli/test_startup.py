@@ -17,7 +17,7 @@ import pytest
 
 COMMANDS = ["demo", "check", "quantize", "prune", "export", "verify", "profile", "report", "list", "config"]
 COMMANDS += ["llm"]
-PARTS = ["config init", "config check", "config schema", "llm quantize", "llm eval", "llm chat"]
+PARTS = ["config init", "config check", "config schema", "llm quantize", "llm eval", "llm chat", "llm export"]
 SRC = Path(__file__).parents[2] / "src"
 
 

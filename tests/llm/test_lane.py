@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.llm import lane as lanes
-from sparsebit.llm import run, walk
+from sparsebit.llm import relay, run, walk
 from sparsebit.llm.capture import Call
 from sparsebit.llm.lane import Lane
 
@@ -124,7 +124,8 @@ def test_long_work_shows_how_far_it_is(tmp_path, monkeypatch):
         shown.append((label, progress, len(found)))
         return iter(found)
 
-    monkeypatch.setattr(run, "tracked", note)
+    for module in (run, relay):
+        monkeypatch.setattr(module, "tracked", note)
     llm.quantize(
         tiny(), tokens(), save=tmp_path, group_size=16, candidate_bits=(2, 4), average_bits=3.0, progress=True
     )

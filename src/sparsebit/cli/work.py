@@ -13,6 +13,7 @@ from sparsebit.cli.run import Run
 from sparsebit.errors import ExportError, SparsebitError
 
 WEIGHTS, PLAN, ONNX = "model.safetensors", "plan.json", "model.onnx"
+FAILED = "failed_export"  # a key of run.json
 COMPARED = 3  # batches on which an exported file is compared
 log = logging.getLogger("sparsebit")
 
@@ -138,9 +139,8 @@ def write_onnx(
     """The ExportReport of a quantized or an ordinary model."""
     from sparsebit.export.plain import export_module
 
-    example = example_of(model, batches[0])
-    axes = None if fixed_batch else batch_axes(model, example)
-    more = [example_of(model, batch) for batch in batches[1:COMPARED]]
+    axes = None if fixed_batch else batch_axes(model, example_of(model, batches[0]))
+    example, more = batches[0], batches[1:COMPARED]  # with their labels: these say where the classes are
     try:
         with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):
@@ -182,8 +182,20 @@ def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> 
     except ExportError as error:
         show_error(f"{error}\n  the rest of the run is finished; with --no-export there is no file to fail")
         log.info("export failed: %s", error)
-        return {"ok": False, "error": str(error)}
+        return note_failure(run, error)
+    run.about.pop(FAILED, None)
+    run.save()
     return {"ok": True, **run.about["steps"]["export"]}
+
+
+def note_failure(run: Run, error: ExportError) -> dict[str, Any]:
+    """Keep in run.json what the report page shows of a file that was refused."""
+    report = getattr(error, "report", None)
+    lines = [] if report is None else certificate_lines(report)
+    failure = {"error": str(error), "certificate": lines}
+    run.about[FAILED] = failure
+    run.save()
+    return {"ok": False, **failure}
 
 
 def certificate_lines(report: Any) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
-from sparsebit.graph.feeding import as_call, to_device
+from sparsebit.graph.feeding import as_call, targets_of, to_device
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -25,9 +25,24 @@ def call_of(batch: Any, signature: inspect.Signature, device: torch.device | Non
     return call
 
 
+def as_batches(batches: Any) -> list[Any]:
+    """All batches, also of a loader that runs only once; a tensor or a mapping is one batch."""
+    return [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+
+
 def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
-    one = isinstance(batches, (Tensor, Mapping))
-    return [call_of(batch, signature, device) for batch in ([batches] if one else batches)]
+    return [call_of(batch, signature, device) for batch in as_batches(batches)]
+
+
+def target_shapes(batches: list[Any], signature: inspect.Signature) -> list[tuple[int, ...]]:
+    """The shapes of the labels in batches such as (x, y), without the axis of the batch, each once."""
+    found = [
+        tuple(target.shape[1:])
+        for batch in batches
+        for target in targets_of(batch, signature)
+        if target.dim() and not target.is_floating_point()
+    ]
+    return list(dict.fromkeys(found))
 
 
 def some_calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, EndToEnd, OutputNoise, Rows
+from sparsebit.export.end_to_end import FLOAT_ROUNDING, Comparison, EndToEnd, OutputNoise, Rows, Shape
 from sparsebit.export.marks import Mark
 from sparsebit.export.runtime import Array
 from sparsebit.numeric import broadcast, dequantize, minmax_from_qparams, quantize_to_int
@@ -122,6 +123,10 @@ class Certificate(Comparison):
     @property
     def wrong(self) -> int:
         return sum(q.wrong for q in self.quantizers.values())
+
+    def see_targets(self, targets: Sequence[Shape]) -> None:
+        super().see_targets(targets)
+        self.quantization.targets = targets
 
     def allowed(self, name: str) -> tuple[float, int]:
         """How far an output may be from the model's, in dB, and how many of its labels may differ."""

@@ -25,14 +25,22 @@ FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different ord
 NOISE = 1e-5
 DRAWS = 3  # of noise
 Rows = list[tuple[str, str]]
+Shape = tuple[int, ...]
 
 
-def class_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis of the classes in an output: 1 for (N, C) and pictures (N, C, H, W), the last for tokens (N, L, C)."""
+def class_axis(shape: Shape, targets: Sequence[Shape] = ()) -> int | None:
+    """The axis of the classes in an output.
+
+    Targets have the shape of the output without that axis; both are compared behind the axis of the batch. Without
+    such a target the shape decides: axis 1 of (N, C) and of pictures (N, C, H, W), the last of tokens (N, L, C).
+    """
     if len(shape) < 2:
         return None
-    axis = 2 if len(shape) == 3 else 1
-    return axis if shape[axis] > 1 else None
+    usual = 2 if len(shape) == 3 else 1
+    for axis in (usual, *range(1, len(shape))):
+        if shape[1:axis] + shape[axis + 1 :] in targets and shape[axis] > 1:
+            return axis
+    return usual if shape[usual] > 1 else None
 
 
 @dataclass
@@ -46,7 +54,7 @@ class OutputNoise:
     labels: int = 0
     labels_differ: int = 0
 
-    def add(self, expected: Array, got: Array) -> None:
+    def add(self, expected: Array, got: Array, targets: Sequence[Shape] = ()) -> None:
         if expected.shape != got.shape:
             self.noise = self.largest = float("inf")
             return
@@ -55,7 +63,7 @@ class OutputNoise:
         self.signal += float((finite**2).sum())
         self.noise += float((apart**2).sum())
         self.largest = max(self.largest, float(apart.max(initial=0)))
-        self.axis = class_axis(expected.shape)
+        self.axis = class_axis(expected.shape, targets)
         if self.axis is not None:
             a, b = expected.argmax(self.axis), got.argmax(self.axis)
             self.labels += a.size
@@ -89,13 +97,14 @@ class EndToEnd:
     """All outputs of two runs of the same model on the same batches, by name."""
 
     outputs: dict[str, OutputNoise] = field(default_factory=dict)
+    targets: Sequence[Shape] = ()  # of the batches, without the axis of the batch
 
     def add(self, names: Sequence[str], expected: list[Array], got: list[Array]) -> None:
         """One batch."""
         for i, name in enumerate(names):
             output = self.outputs.setdefault(name, OutputNoise())
             if i < min(len(expected), len(got)):
-                output.add(expected[i], got[i])
+                output.add(expected[i], got[i], self.targets)
         if len(expected) != len(got):
             extra = self.outputs.setdefault("the number of outputs", OutputNoise())
             extra.noise = extra.largest = float("inf")
@@ -154,6 +163,11 @@ class Comparison:
         """The highest of the draws for one output."""
         draws = [draw.outputs.get(name, OutputNoise()) for draw in self.floors]
         return max(draws, key=lambda o: (o.noise_db, o.labels_differ))
+
+    def see_targets(self, targets: Sequence[Shape]) -> None:
+        """The shapes of the targets in the batches: they say on which axis the classes are."""
+        for run in (self.runtime, *self.floors):
+            run.targets = targets
 
     def add_moved(self, names: Sequence[str], expected: list[Array], moved: list[list[Array]]) -> None:
         for draw, outputs in zip(self.floors, moved):

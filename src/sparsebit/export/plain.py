@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files, runtime
-from sparsebit.export.calls import Call, call_of, called, calls_of, some_calls_of
-from sparsebit.export.end_to_end import Comparison, Rows, answers, check_output, rounding_of
+from sparsebit.export.calls import Call, as_batches, call_of, called, calls_of, some_calls_of, target_shapes
+from sparsebit.export.end_to_end import Comparison, Rows, Shape, answers, check_output, rounding_of
 from sparsebit.export.first_difference import first_difference
 from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.runtime import Array
@@ -128,7 +128,7 @@ def export_module(
     opset, reason = exporter_opset(opset_version)
     _check_model(model)
     signature, device = inspect.signature(model.forward), _device_of(model)
-    call = call_of(dummy, signature, device)
+    call, more = call_of(dummy, signature, device), as_batches(batches)
     with torch.no_grad(), evaluating(model):
         _check_runs(model, call)
         program = to_program(
@@ -137,9 +137,9 @@ def export_module(
         clean(program.model)
         with files.drafting(path) as draft:
             files.write(program.model, draft)
-            certificate = certify(
-                model, program.exported_program, draft, [call, *calls_of(batches, signature, device)]
-            )
+            calls = [call, *calls_of(more, signature, device)]
+            targets = target_shapes([dummy, *more], signature)
+            certificate = certify(model, program.exported_program, draft, calls, targets)
             report = ExportReport("", "", opset, reason, 0, certificate, notes=certificate.remarks())
             settle(report, draft, path)
     return report
@@ -170,17 +170,21 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )
     _check_model(model)
-    calls = some_calls_of(batches, inspect.signature(model.forward), _device_of(model))
+    signature, batches = inspect.signature(model.forward), as_batches(batches)
+    calls = some_calls_of(batches, signature, _device_of(model))
     with torch.no_grad(), evaluating(model):
-        certificate = certify(model, None, path, calls)
+        certificate = certify(model, None, path, calls, target_shapes(batches, signature))
     opset = next(found.version for found in proto.opset_import if not found.domain)
     notes = certificate.remarks()
     return ExportReport(str(path), "", opset, "as written", files.size_of(path), certificate, notes=notes)
 
 
-def certify(model: nn.Module, program: Any, file: Path, calls: list[Call]) -> PlainCertificate:
+def certify(
+    model: nn.Module, program: Any, file: Path, calls: list[Call], targets: Sequence[Shape] = ()
+) -> PlainCertificate:
     """Run the file as users do, and compare; of one that differs, find the first value of `program` that does."""
     certificate = PlainCertificate(rounding=rounding_of(model))
+    certificate.see_targets(targets)
     loaded = runtime.session(file)
     names = [output.name for output in loaded.get_outputs()]
     leaves = [m for m in model.modules() if not list(m.children())]

@@ -21,6 +21,14 @@ UNCALIBRATED = (
 )
 
 
+class CertificateError(ExportError):
+    """The file was written and run, and does not do what the model does; `report` says where."""
+
+    def __init__(self, message: str, report: ExportReport):
+        super().__init__(message)
+        self.report = report
+
+
 @dataclass
 class ExportReport:
     path: str
@@ -74,8 +82,8 @@ class ExportReport:
         kernels = (("integer kernels", _counts(self.integer)), ("float kernels", _counts(self.floating)))
         rows = [
             *([("WARNING", UNCALIBRATED)] if self.uncalibrated else []),
-            ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
+            ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             *c.rows(),
             ("as users run it", str(c.runtime)),
             *((f"in {name}", str(run)) for name, run in self.others.items()),
@@ -112,4 +120,6 @@ def settle(report: ExportReport, draft: Path, path: Path) -> None:
     report.path = str(failed)
     report.save(files.report_of(failed))
     first = report.certificate.failures()[0]
-    raise ExportError(f"the file does not do what the model does; it starts at {first}\n  kept as {failed}")
+    raise CertificateError(
+        f"the file does not do what the model does; it starts at {first}\n  kept as {failed}", report
+    )

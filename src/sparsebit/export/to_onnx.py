@@ -18,11 +18,18 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export.operands import CommonType
+from sparsebit.graph.feeding import ANYTHING
+from sparsebit.graph.islands import with_named_inputs
 
 RECURRENT = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 PADDED = (
     "for the file, give the recurrent layer the padded tensor itself (a layer of one direction computes the same up "
     "to the end of each sequence), or cut this part off and export the rest of the model"
+)
+
+CACHE = (
+    "a file gives only tensors: the model must return no cache; set model.config.use_cache = False before it is "
+    "quantized, or give use_cache=False with the example, the batches and the dummy"
 )
 
 
@@ -46,7 +53,11 @@ def to_program(
 ) -> Any:
     """A torch.onnx.ONNXProgram: the graph and the exported program that it was made from."""
     require("onnx", "onnxscript", "onnx_ir")
+    if isinstance(model, fx.GraphModule):
+        model = with_named_inputs(model, args, kwargs)
     named = named_inputs(model, args, kwargs)
+    if isinstance(model, fx.GraphModule):  # which torch.export calls without names
+        args, kwargs = tuple(named.values()), {}
     if dynamic_axes and dynamic_shapes is None:
         dynamic_shapes = shapes_from_axes(dynamic_axes, named, input_names, output_names)
     if isinstance(dynamic_shapes, Mapping):
@@ -128,7 +139,12 @@ def require(*packages: str) -> None:
 def named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments by name, in the order of the forward: torch.export reads keywords by their position."""
     try:
-        return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        if not isinstance(model, fx.GraphModule):
+            return dict(bound.arguments)
+        bound.apply_defaults()
+        takes = bound.signature.parameters
+        return {name: value for name, value in bound.arguments.items() if takes[name].kind not in ANYTHING}
     except TypeError as error:
         raise ExportError(f"dummy_data: does not fit the forward of the model: {error}") from None
 
@@ -194,9 +210,11 @@ def _explain(error: BaseException, model: nn.Module) -> str:
         error = error.__cause__
     lines = [line for line in str(error).split("While executing")[0].splitlines() if line.strip()]
     what = f"packed sequences in {where}".removesuffix(" in ") if packed else where or "the model"
-    fix = (
-        PADDED if packed else "write that part with other ops, or cut it off and export the rest of the model"
-    )
+    fix = "write that part with other ops, or cut it off and export the rest of the model"
+    if packed:
+        fix = PADDED
+    elif "Cache'> in output" in str(error):  # what language models of transformers keep for the next token
+        fix = CACHE
     return (
         f"torch's exporter cannot translate {what}: {type(error).__name__}: {' '.join(lines[:2])[:600]}\n"
         f"  fix: {fix}"

@@ -99,6 +99,15 @@ def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], 
     return tuple(batch[:needed] if 0 < needed < len(batch) else batch), {}
 
 
+def targets_of(batch: Any, signature: inspect.Signature) -> list[Tensor]:
+    """What stands in a tuple behind the inputs: the y of (x, y)."""
+    if isinstance(batch, (Call, PackedSequence)) or not isinstance(batch, (tuple, list)):
+        return []
+    args, kwargs = as_call(batch, signature)
+    behind = batch[1:] if kwargs else batch[len(args) :]
+    return [value for value in behind if isinstance(value, Tensor)]
+
+
 def _takes(signature: inspect.Signature, names: Mapping[Any, Any]) -> bool:
     try:
         signature.bind(**names)

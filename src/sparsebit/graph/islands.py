@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,23 @@ class Whole(nn.Module):
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.root(*args, **kwargs)
+
+
+def with_named_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
+    """The same graph, where one of as_one_node() has an input for each argument of this call.
+
+    torch.export hands arguments to a graph by their place, and loses the names of `**kwargs`.
+    """
+    if not isinstance(getattr(gm, "whole", None), Whole):
+        return gm
+    known = gm.meta.get("signature")
+    names = list(known.parameters) if known is not None else []
+    names = [names[i] if i < len(names) else f"input_{i}" for i in range(len(args))]
+    graph = fx.Graph()
+    given = {name: graph.placeholder(name) for name in (*names, *kwargs)}
+    call = (tuple(given[name] for name in names), {name: given[name] for name in kwargs})
+    graph.output(graph.call_module("whole", call))
+    return fx.GraphModule(gm, graph, type(gm).__name__)
 
 
 def as_one_node(model: nn.Module) -> fx.GraphModule:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.experts import unfold
+from sparsebit.llm.experts import turn, unfold
 from sparsebit.llm.formats import Format, format_of
-from sparsebit.llm.sources import read_tensors, tensor_files, tie_weights, weightless
+from sparsebit.llm.names import Names
+from sparsebit.llm.skeleton import skeleton, tie_weights
+from sparsebit.llm.sources import read_tensors, tensor_files
 from sparsebit.numeric.spec import QuantSpec
 
 
@@ -36,34 +39,71 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
     model = copy.deepcopy(model) if model is not None else skeleton(folder)
-    files = tensor_files(folder)
-    if dense:
-        names = set(files)
-        fill(model, names, read_tensors(files, sorted(names)), dtype)
-        return model.eval()
-    layout = format_of(settings)
-    leaf = layout.suffixes[0]
-    layers = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
-    if config.get("sparsebit", {}).get("unfolded"):
-        unfold(model.get_submodule(config["sparsebit"]["blocks"]))
-    for name, spec in layout.specs(settings, layers).items():
-        _swap(model, name, files, layout, spec, dtype)
-    packed = {f"{layer}.{suffix}" for layer in layers for suffix in (*layout.suffixes, "bias")}
-    names = set(files) - packed
-    fill(model, names, read_tensors(files, sorted(names)), dtype)
+    files, names = tensor_files(folder), Names(model)
+    extra = set(config.get("sparsebit", {}).get("extra", []))
+    layers: list[str] = []
+    if not dense:
+        layout = format_of(settings)
+        leaf = layout.suffixes[0]
+        layers = [name.removesuffix("." + leaf) for name in files if name.endswith("." + leaf)]
+        _unfold(model, names, layers)
+        for key, spec in _specs(layout, settings, layers, names).items():
+            _swap(model, (names.layer(key), key), files, layout, spec, dtype)
+    packed = {f"{key}.{suffix}" for key in layers for suffix in (*layout.suffixes, "bias")}
+    _fill_floats(model, names, {k: v for k, v in files.items() if k not in packed | extra}, dtype)
     return model.eval()
+
+
+def _specs(layout: Format, settings: dict[str, Any], keys: list[str], names: Names) -> dict[str, QuantSpec]:
+    """Of every packed layer of the files; `settings` may call it as the model does, or as the files do."""
+    called = {key: names.layer(key) for key in keys}
+    known = layout.specs(settings, [*dict.fromkeys([*called.values()])])
+    return {key: known[name] for key, name in called.items()}
+
+
+def _unfold(model: nn.Module, names: Names, keys: list[str]) -> None:
+    """Conv1D and stacked experts become layers where the files have them packed."""
+    owners = {names.layer(key).rpartition(".")[0] for key in keys}
+    for stack, parts in names.parts.items():
+        owner = stack.rpartition(".")[0]
+        if f"{owner}.{parts[0].layer}".rpartition(".")[0] in owners:
+            unfold(
+                model.get_submodule(owner),
+                lambda name, shape, owner=owner: names.parts[f"{owner}.{name}"],  # type: ignore[misc]
+            )
+    for path in owners:
+        with contextlib.suppress(AttributeError):  # said better where the layer is looked for
+            turn(model.get_submodule(path))
+
+
+def _fill_floats(model: nn.Module, names: Names, files: dict[str, Path], dtype: torch.dtype | None) -> None:
+    """Everything that is not packed, through transformers' names."""
+    plan = names.plan(files, lambda key: dict(read_tensors(files, [key]))[key].shape)
+    if plan.extra:
+        raise ConfigError(
+            f"model: has no {plan.extra[0]!r}, which the checkpoint holds; pass the right model"
+        )
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, entry in plan.entries.items():
+            parts = dict(read_tensors(files, entry.keys))
+            yield from names.convert(name, entry, [parts[key] for key in entry.keys]).items()
+
+    fill(model, set(plan.made), tensors(), dtype)
 
 
 def _swap(
     model: nn.Module,
-    name: str,
+    which: tuple[str, str],
     files: dict[str, Path],
     layout: Format,
     spec: QuantSpec,
     dtype: torch.dtype | None,
 ) -> None:
+    """A packed layer in the place of a float one: its name in the model, and in the files."""
+    name, key = which
     owner, leaf, old = find_layer(model, name)
-    keys = [f"{name}.{s}" for s in (*layout.suffixes, "bias") if f"{name}.{s}" in files]
+    keys = [f"{key}.{s}" for s in (*layout.suffixes, "bias") if f"{key}.{s}" in files]
     tensors = {key.rpartition(".")[2]: tensor for key, tensor in read_tensors(files, keys)}
     bias = tensors.pop("bias", None)
     kind = dtype or (bias.dtype if bias is not None else old.weight.dtype)
@@ -95,7 +135,7 @@ def fill(
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)
         _assign(model, name, tensor, state[name])
-    tie_weights(model)
+    tie_weights(model, names | (set(model.state_dict()) - set(state)))
     empty = [name for name, p in model.named_parameters() if p.is_meta]
     if empty:
         raise ConfigError(
@@ -130,21 +170,3 @@ def _assign(model: nn.Module, name: str, tensor: Tensor, old: Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[leaf] = tensor
-
-
-def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """The model of transformers that config.json describes, without weights."""
-    if not json.loads((folder / "config.json").read_text()).get("model_type"):
-        raise ConfigError(
-            "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
-        )
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = AutoConfig.from_pretrained(folder)
-    if hasattr(settings, "quantization_config"):
-        del settings.quantization_config
-    if dtype is not None:
-        settings.dtype = dtype
-    with weightless():
-        model: nn.Module = AutoModelForCausalLM.from_config(settings)
-    return model

@@ -79,19 +79,25 @@ class Lane:
 
     def survey(self, i: int, names: Collection[str]) -> list[tuple[str, Tensor]]:
         """Batch i through the whole block: the inputs of these layers, in the order of running. They, the layers'
-        outputs and the block's are kept, so this is for blocks whose weights stay."""
+        outputs and the block's are kept unless the block writes into them: this is for blocks whose weights stay."""
         xs: list[tuple[str, Tensor]] = []
         ys: list[Tensor] = []  # a layer is done before the next of them begins
-        run = _Run(
-            self,
-            i,
-            (set(names), lambda name, x: xs.append((name, x))),
-            (set(names), lambda name, y: ys.append(y)),
-        )
+        versions: list[tuple[Tensor, int]] = []
+
+        def note_input(name: str, x: Tensor) -> None:
+            xs.append((name, x))
+            versions.append((x, _version(x)))
+
+        def note_output(name: str, y: Tensor) -> None:
+            ys.append(y)
+            versions.append((y, _version(y)))
+
+        run = _Run(self, i, (set(names), note_input), (set(names), note_output))
         run.early = run.keeping = False
         output = run.start()
         assert output is not None
-        self._surveyed[i] = [(name, (x, y)) for (name, x), y in zip(xs, ys)], output
+        if all(_version(tensor) == version for tensor, version in versions):
+            self._surveyed[i] = [(name, (x, y)) for (name, x), y in zip(xs, ys)], output
         return xs
 
     def output(self, i: int, last: bool = False) -> Tensor:
@@ -121,6 +127,11 @@ class Lane:
         for key in keys:
             gone = self._kept[i].pop(key, None)
             self.room += 0 if gone is None else gone.size
+
+
+def _version(tensor: Tensor) -> int:
+    """Rises when somebody writes into it; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Run:

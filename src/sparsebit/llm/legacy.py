@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, ExportError
-from sparsebit.llm.checkpoint import fill, find_layer, skeleton
+from sparsebit.llm.checkpoint import fill, find_layer
 from sparsebit.llm.experts import unfold
 from sparsebit.llm.linear import QuantLinear
-from sparsebit.llm.sources import tie_weights
+from sparsebit.llm.names import Names
+from sparsebit.llm.skeleton import skeleton, tie_weights
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.words import pack_words, unpack_words, words_of
 from sparsebit.utils.files import whole_file
@@ -87,7 +88,8 @@ def from_legacy(checkpoint: dict[str, Any], model: nn.Module) -> nn.Module:
     settings = checkpoint["hyper_parameters"]
     size = settings["groupsize"] if isinstance(settings, dict) else settings.groupsize
     if not all(_is_linear(model, name) for name in checkpoint["layers_bit"]):
-        unfold(model)
+        names = Names(model)
+        unfold(model, lambda stack, shape: names.parts[stack])
     for name, bits in checkpoint["layers_bit"].items():
         _swap(model, name, state, bits, None if size == -1 else size)
     packed = {f"{name}.{key}" for name, m in model.named_modules() if isinstance(m, QuantLinear)

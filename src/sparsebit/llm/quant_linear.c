@@ -55,8 +55,11 @@ static inline void read_grid(const Weight *w, int64_t at, int64_t count, float *
         memcpy(scale, (const float *)w->scales + at, 4 * count);
     else if (w->kind == 1)
         for (int64_t i = 0; i < count; i++) scale[i] = as_float((uint32_t)half[i] << 16);
-    else /* positive and finite: shift, and mend the bias of the exponent */
-        for (int64_t i = 0; i < count; i++) scale[i] = as_float((uint32_t)half[i] << 13) * 0x1p112f;
+    else /* finite: shift all but the sign, and mend the bias of the exponent */
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t sign = half[i] & 0x8000u, rest = half[i] & 0x7fffu;
+            scale[i] = as_float(sign << 16 | rest << 13) * 0x1p112f;
+        }
 }
 
 /* code - zero of LANES weights, exact. What it needs of the zero is `grid`: with AVX-512 the 16 levels of small codes

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.llm.blocks import Layout
+from sparsebit.llm.readers import Row
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class Report:
     )  # bits, stored_bits, error (share of the output), note
     sizes: dict[str, int] = field(repr=False)
     seconds: float = 0.0
+    readers: tuple[Row, ...] = ()  # who runs it
+    left: tuple[
+        str, ...
+    ] = ()  # layers of the blocks that stay float: no reader has a place for them, or nothing calls them
 
     @property
     def average_bits(self) -> float:
@@ -56,4 +61,7 @@ class Report:
             kind = f"at {about['bits']} bits" if self.sparsity is None else "by zeros"
             lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
+        if self.left:
+            lines.append(f"  {len(self.left)} layers of the blocks stay float, such as {self.left[0]}")
+        lines += [str(row) for row in self.readers]
         return "\n".join(lines)

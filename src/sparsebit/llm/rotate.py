@@ -21,7 +21,7 @@ from sparsebit.llm.capture import Call, Captured, call_of, wrapper
 from sparsebit.llm.lane import Lane
 from sparsebit.llm.measure import logits_of
 from sparsebit.llm.smooth import Trial, norm_offset
-from sparsebit.llm.sources import InMemory, without_ties
+from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import sharing
 from sparsebit.numeric.rotation import rotation
 
@@ -32,7 +32,10 @@ class Rotated(InMemory):
     """A source of rotated blocks; the outside of the model is rotated at once, in a copy."""
 
     def __init__(self, inner: InMemory) -> None:
+        if len(inner.layout.towers) + len(inner.layout.left) > 1:
+            raise ConfigError(f"rotate: the model has more than one tower; {WAY_OUT}")
         self.inner, self.layout, self.folder = inner, inner.layout, inner.folder
+        self.names, self.extra = inner.names, inner.extra
         shared: dict[int, Any] = {id(p): p for p in inner.model.parameters()}
         self.model = copy.deepcopy(inner.model, shared)  # its own modules, the same tensors
         self.calls: list[list[Call]] = []
@@ -67,11 +70,14 @@ class Rotated(InMemory):
             )
         return block.to(kind)
 
+    def sample(self, index: int) -> nn.Module:
+        return self.inner.sample(index)
+
+    def extras(self) -> dict[str, Tensor]:
+        return self.inner.extras()
+
     def first_rows(self) -> Iterator[Tensor]:
         return self.inner.first_rows()
-
-    def rest(self) -> dict[str, Tensor]:
-        return without_ties(self.model, self.layout)
 
     @torch.no_grad()
     def _rotate_outside(self) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,13 @@ from torch import Tensor, nn
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import as_iterable, tracked
 from sparsebit.llm.allocate import allocate
-from sparsebit.llm.capture import Captured, capture
+from sparsebit.llm.card import write_card
+from sparsebit.llm.certificate import Certificate
+from sparsebit.llm.conserve import check_conserved
 from sparsebit.llm.experts import layer_sizes
-from sparsebit.llm.formats import FORMATS, spec_of
 from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
+from sparsebit.llm.plan import Grids, format_for, reorders
+from sparsebit.llm.relay import Relay
 from sparsebit.llm.report import Report
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
@@ -47,8 +49,10 @@ def quantize(
     true_sequential: bool = True,
     match_float: bool = False,
     rotate: bool = False,
+    towers: str | Sequence[str] | None = None,
     blocks: str | None = None,
     spill: str | Path | bool = False,
+    force: bool = False,
     progress: bool | None = None,
     **options: Any,
 ) -> Report:
@@ -58,16 +62,21 @@ def quantize(
     batches     token tensors (sequences, length), tuples, or dicts of arguments; "rtn" needs none.
     method      "gptq", "awq", "hqq", "rtn"; "smoothquant" (8-bit activations too); "sparsegpt" and "wanda" prune.
                 What else it takes (clip, act_order, damping, refine, ratio, pattern, ...) goes into `options`.
-    bits        of the codes; 4 where nothing is said, as with 128 for group_size.
-    group_size  inputs that share a scale; -1: whole rows.
+    bits        of the codes; 4 where nothing is said.
+    group_size  inputs that share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides a layer's
+                inputs.
+    symmetric   grids without zero points; their scales may be negative, so that 2 bits lose little by it.
     format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers); "int-quantized"
                 for 8-bit activations, "dense" for pruned weights. None: what fits the method.
     candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
     true_sequential  within a block, a layer sees what the quantized layers before it give.
     match_float      aim at the float model's outputs, not the float layer's on quantized inputs; twice the passes.
     rotate           turn the residual stream first, so that outliers are spread; the float outputs stay.
-    blocks      the path of the ModuleList of decoder blocks, where the largest is not it.
+    towers      the lists of blocks that are quantized, by their names or parts of them ("encoder", "vision_tower"), or
+                "all". None: both of an encoder-decoder; of a vision-language model the one that makes words.
+    blocks      the path of the only ModuleList of blocks, where it is not found.
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
+    force       write a checkpoint that no reader but `llm.load` runs; without it such a run does not begin.
 
     A run that was interrupted goes on when it is called again with the same arguments, and ends in the same bytes.
     """
@@ -81,29 +90,30 @@ def quantize(
     }  # fmt: skip
     asked |= {"rotate": True} if rotate else {}
     _check(method, bits, candidate_bits, average_bits, options)
-    source = open_source(model, blocks)
+    source = open_source(model, blocks, towers)
     if rotate:
         batches = list(as_iterable(batches if batches is not None else []))
         source = Rotated(source)
-    specs = {name: spec_of(bits, group_size, symmetric) for name in source.layout.names()}
-    layout, dtype = FORMATS[format](), _scale_dtype(source.model)
-    job = Job(method, specs, options, layout, dtype, true_sequential, match_float)
+    layout, dtype = format_for(source, format), _scale_dtype(source.model)
+    job = Job(method, {}, options, layout, dtype, true_sequential, match_float)
+    certificate = Certificate(source, job, Grids(bits, group_size, symmetric, candidate_bits, force))
+    batches = certificate.sampled(batches)
     with spilling(spill) as folder:
         store = _work(source, batches, job, (save, asked, folder, progress))
-    _finish(source, job, store)
-    return _report(source, job, store, time.monotonic() - started)
+    _finish(source, job, store, certificate)
+    return _report(source, job, store, certificate, time.monotonic() - started)
 
 
 def _work(source: InMemory, batches: Any, job: Job, about: tuple[Any, ...]) -> Store:
     """Measures, chooses widths where that is asked for, and walks through the blocks."""
     save, asked, spill, progress = about
-    captured = _capture(source, batches, job, bool(asked["candidate_bits"]), (spill, progress))
-    store = Store(save, {**asked, **_identity(source, captured)})
-    if asked["candidate_bits"] and captured is not None:
+    relay = _capture(source, batches, job, bool(asked["candidate_bits"]), (spill, progress))
+    store = Store(save, {**asked, **_identity(source, relay)})
+    if asked["candidate_bits"] and relay is not None:
         widths = tuple(asked["candidate_bits"])
-        found = _Steps(sensitivities(source, captured, job, widths), len(job.specs))
+        found = _Steps(sensitivities(source, relay, job, widths), len(job.specs))
         _choose_bits(tracked(found, progress, "measuring"), job, store, asked["average_bits"])
-    steps = _Steps(walk(source, captured, job, store), len(source.layout))
+    steps = _Steps(walk(source, relay, job, store), len(source.layout))
     for i in tracked(steps, progress, "quantizing"):
         log.info("block %d of %d is stored", i + 1, len(source.layout))
     return store
@@ -111,10 +121,10 @@ def _work(source: InMemory, batches: Any, job: Job, about: tuple[Any, ...]) -> S
 
 def _capture(
     source: InMemory, batches: Any, job: Job, mixed: bool, about: tuple[Path | None, bool | None]
-) -> Captured | None:
+) -> Relay | None:
     """What enters the blocks, where the method wants to know."""
     spill, progress = about
-    if _reorders(job) and not job.format.reorders:
+    if reorders(job) and not job.format.reorders:
         raise ConfigError(
             f"static_groups: {job.format.TYPE} has no groups in the order of the inputs' size; "
             "leave static_groups=True, or use format='gptq'"
@@ -127,37 +137,41 @@ def _capture(
         return None
     unread = job.method in IGNORES_DATA and not mixed
     if isinstance(source, Rotated):
-        used = tracked(batches[:1] if unread else batches, progress, "capturing")
-        found = capture(source.model, source.blocks, used, source.inner.block(0), spill)
-        source.prove(found, batches)
+        found = Relay(source, batches[:1] if unread else batches, spill, progress)
+        source.prove(found.first, batches)
         return None if unread else found
-    if unread:
-        return None
-    used = tracked(as_iterable(batches), progress, "capturing")
-    return capture(source.model, source.blocks, used, source.block(0), spill)
+    return None if unread else Relay(source, batches, spill, progress)
 
 
-def _identity(source: InMemory, captured: Captured | None) -> dict[str, str]:
+def _identity(source: InMemory, relay: Relay | None) -> dict[str, str]:
     """What must be the same for a run to be continued, beside its arguments."""
     return {
         "layout": str(source.layout),
-        "inputs": _digest(captured.hidden if captured else []),
+        "inputs": _digest(relay.first.hidden if relay else []),
         "weights": _digest(source.first_rows()),
     }
 
 
-def _report(source: InMemory, job: Job, store: Store, seconds: float) -> Report:
+def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, seconds: float) -> Report:
     sizes = {
         source.layout.prefix(i) + name: size
         for i, block in enumerate(source.blocks)
-        for name, size in layer_sizes(block).items()
+        for name, size in layer_sizes(block, source.naming(i)).items()
+        if source.layout.prefix(i) + name in store.state["layers"]
     }
-    return Report(store.folder, source.layout, job.method, store.state["layers"], sizes, seconds)
+    left = tuple(name for name in source.layout.names() if name not in job.specs)
+    readers = certificate.rows(store.folder)
+    store.note("readers", [row.facts() for row in readers])
+    report = Report(
+        store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left
+    )
+    write_card(report, store.state["run"], certificate.plan.config)
+    return report
 
 
 def _defaults(
     method: str, bits: int | None, group_size: int | None, format: str | None, candidates: Any
-) -> tuple[int, int, str]:
+) -> tuple[int, int | None, str]:
     """What was not said; pruning keeps the dtype, so that there are neither bits nor groups."""
     if method in PRUNES:
         if bits is not None or group_size is not None or candidates or format not in (None, "dense"):
@@ -166,12 +180,13 @@ def _defaults(
                 "say ratio=0.5 or pattern=(2, 4)"
             )
         return 8, -1, "dense"
-    usual = (8, -1, "int-quantized") if method == "smoothquant" else (4, 128, "compressed-tensors")
-    return (
-        usual[0] if bits is None else bits,
-        usual[1] if group_size is None else group_size,
-        format or usual[2],
-    )
+    if method == "smoothquant":
+        return (
+            8 if bits is None else bits,
+            -1 if group_size is None else group_size,
+            format or "int-quantized",
+        )
+    return 4 if bits is None else bits, group_size, format or "compressed-tensors"
 
 
 def _check(
@@ -198,26 +213,12 @@ def _choose_bits(sensitivity: Iterable[Any], job: Job, store: Store, average: fl
         job.specs[name] = job.specs[name].with_bits(b)
 
 
-def _finish(source: InMemory, job: Job, store: Store) -> None:
-    model, layout = source.model, source.layout
-    inside = set(job.specs)
-    ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in inside]
-    own: Any = getattr(model, "config", None)
-    config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
-    about = job.format.describe(job.specs, ignored, _reorders(job))
-    if about:
-        config["quantization_config"] = about
-    config["sparsebit"] = {"blocks": layout.path, **({} if about else {"format": job.format.TYPE})}
-    if layout.other and not job.format.plain:
-        config["sparsebit"]["unfolded"] = True
-    store.finish(len(layout), source.rest(), json.loads(json.dumps(config, default=str)), source.folder)
-
-
-def _reorders(job: Job) -> bool:
-    """Whether groups follow the order of the columns instead of being runs of inputs."""
-    takes = {"act_order": True, "static_groups": True, **job.options}
-    grouped = any(spec.group for spec in job.specs.values())
-    return job.method == "gptq" and takes["act_order"] and not takes["static_groups"] and grouped
+def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) -> None:
+    layout, config = source.layout, certificate.final()
+    rest = {**source.rest(), **source.extras()}
+    written = [name for i in range(len(layout)) for name in store.names(i)] + list(rest)
+    check_conserved(source, job.specs, job.format, written)
+    store.finish(len(layout), rest, config, source.folder)
 
 
 def _scale_dtype(model: nn.Module) -> torch.dtype:

@@ -8,46 +8,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsebit.llm.blocks import linears_of
-from sparsebit.llm.capture import Captured
+from sparsebit.llm.capture import Call
 from sparsebit.llm.lane import Lane
+from sparsebit.llm.relay import Relay, start_of
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import collect, sharing
-from sparsebit.llm.walk import Job, copied, set_weight, solve
+from sparsebit.llm.walk import Job, set_weight, solve
 
 TRIED = 4  # batches on which a change is measured
 
 
 @torch.no_grad()
 def sensitivities(
-    source: InMemory, captured: Captured, job: Job, candidates: tuple[int, ...]
+    source: InMemory, relay: Relay, job: Job, candidates: tuple[int, ...]
 ) -> Iterator[tuple[str, int, dict[int, float]]]:
     """(layer, its size, error by width); walks the float model once."""
-    hidden = copied(captured.hidden)
-    for i in range(len(source.layout)):
-        block, prefix, calls = source.block(i), source.layout.prefix(i), captured.calls[i]
-        linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
-        lane = Lane(block, calls, hidden, linears)
-        tried = range(min(TRIED, len(lane)))
-        outputs = [lane.output(b) for b in tried]
-        groups = sharing(lane.apart(), linears)
-        statistics = collect(lane, groups)
-        for name in (name for group in groups for name in group):  # in the order of running
-            linear, seen, errors = linears[name], statistics.get(name), {}
-            right = linear.weight
-            for bits in candidates:
-                spec = replace(job.specs[prefix + name], bits=bits)
-                set_weight(linear, solve(linear, seen, spec, job, "")[0])
-                errors[bits] = sum(_change(lane.output(b), outputs[b]) for b in tried)
-                linear.weight = right
-            lane.settle([name])
-            yield prefix + name, right.numel(), errors
-        for b in range(len(lane)):
-            hidden[b] = outputs[b] if b in tried else lane.output(b, last=True)
+    for t, captured in relay.towers(copies=True):
+        start = start_of(source, source.layout.towers[t])
+        for i in range(start, start + len(captured.calls)):
+            yield from _of_block(source, i, captured.calls[i - start], captured.hidden, job, candidates)
+            captured.passed(i - start)
+
+
+def _of_block(
+    source: InMemory, i: int, calls: list[Call], hidden: Any, job: Job, candidates: tuple[int, ...]
+) -> Iterator[tuple[str, int, dict[int, float]]]:
+    """One block; `hidden` is then what it gives."""
+    block, prefix = source.block(i), source.layout.prefix(i)
+    linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
+    lane = Lane(block, calls, hidden, linears)
+    tried = range(min(TRIED, len(lane)))
+    outputs = [lane.output(b) for b in tried]
+    groups = sharing(lane.apart(), linears)
+    statistics = collect(lane, groups)
+    for name in (name for group in groups for name in group):  # in the order of running
+        linear, seen, errors = linears[name], statistics.get(name), {}
+        right = linear.weight
+        for bits in candidates:
+            spec = replace(job.specs[prefix + name], bits=bits)
+            set_weight(linear, solve(linear, seen, spec, job, "")[0])
+            errors[bits] = sum(_change(lane.output(b), outputs[b]) for b in tried)
+            linear.weight = right
+        lane.settle([name])
+        yield prefix + name, right.numel(), errors
+    for b in range(len(lane)):
+        hidden[b] = outputs[b] if b in tried else lane.output(b, last=True)
 
 
 def _change(found: Tensor, expected: Tensor) -> float:

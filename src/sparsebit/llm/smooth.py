@@ -126,9 +126,8 @@ class Trial:
         ran = [name for name, _ in self.outputs]
         before = ran[: ran.index(group[0])]
         if is_routed(self.block, group[0]):  # what an expert gets comes from the same expert
-            before = [
-                n for n in before if is_routed(self.block, n) and n.split(".")[-1] == group[0].split(".")[-1]
-            ]
+            own = group[0].rpartition(".")[0]
+            before = [name for name in before if name.rpartition(".")[0] == own]
         for name in reversed(before):
             if name in self.layers and name not in group:
                 producer: Any = self.block.get_submodule(name)

@@ -5,10 +5,10 @@ Either way the caller gets blocks of its own; the user's model is never written 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,98 +16,158 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.blocks import Layout, find_blocks
-from sparsebit.llm.experts import unfold, weight_of
+from sparsebit.llm.blocks import find_blocks
+from sparsebit.llm.experts import Naming, unfold
+from sparsebit.llm.names import Names
+from sparsebit.llm.skeleton import read_config, skeleton, tie_weights
 
 
 class InMemory:
     """A model that is there as a whole."""
 
     folder: Path | None = None
+    extra: tuple[str, ...] = ()  # tensors of the source that the model has no place for; they are copied
 
-    def __init__(self, model: nn.Module, blocks: str | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: str | None = None, towers: str | Sequence[str] | None = None
+    ) -> None:
         self.model = model
-        self.layout = find_blocks(model, blocks)
+        self.layout = find_blocks(model, blocks, towers)
+        self.names = Names(model)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.model.get_submodule(self.layout.path)  # type: ignore[return-value]
+        """Those of all towers that are quantized, one behind the other."""
+        lists: list[Any] = [self.model.get_submodule(tower.path) for tower in self.layout.towers]
+        return nn.ModuleList(block for blocks in lists for block in blocks)
+
+    def naming(self, index: int) -> Naming:
+        """How the experts of a block are called."""
+        return lambda stack, shape: self.names.parts[self.layout.prefix(index) + stack]
 
     def block(self, index: int) -> nn.Module:
-        return unfold(copy.deepcopy(self.blocks[index]).eval())
+        return unfold(copy.deepcopy(self.blocks[index]).eval(), self.naming(index))
+
+    def sample(self, index: int) -> nn.Module:
+        """A block of the model as it came, to see what blocks return; run in the middle of a forward, so without the
+        hooks with which transformers collects hidden states."""
+        block = self.block(index)
+        for module in block.modules():
+            module._forward_hooks.clear()
+        return block
 
     def first_rows(self) -> Iterator[Tensor]:
-        """The first row of every layer: enough to tell two models apart."""
-        for block, names in zip(self.blocks, self.layout.linears):
-            for name in names:
-                yield weight_of(block, name)[:1].detach()
+        """The first row of every matrix: enough to tell two models apart."""
+        for block in self.blocks:
+            for parameter in block.parameters():
+                if parameter.dim() > 1:
+                    yield parameter.flatten(0, -2)[:1].detach()
 
     def rest(self) -> dict[str, Tensor]:
-        """What lies outside the blocks; of tied weights one."""
-        return without_ties(self.model, self.layout)
+        """What lies outside the blocks, under the names of the files; of tied weights one."""
+        tied = tied_names(self.model)
+        state = {
+            n: t for n, t in self.model.state_dict().items() if not self.layout.inside(n) and n not in tied
+        }
+        return self.names.to_files({name: t.detach().contiguous() for name, t in state.items()})
+
+    def extras(self) -> dict[str, Tensor]:
+        """What the model has no place for, as it is."""
+        return {}
 
 
 class OnDisk(InMemory):
     """A folder in transformers' layout: the model is built without weights, and each block is read when it is due."""
 
-    def __init__(self, folder: Path, blocks: str | None = None) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+    def __init__(
+        self, folder: Path, blocks: str | None = None, towers: str | Sequence[str] | None = None
+    ) -> None:
+        if read_config(folder).get("quantization_config"):
+            raise ConfigError(
+                f"{folder}: is quantized already (config.json has a quantization_config); pass the float checkpoint"
+            )
         self.folder = folder
         self.files = tensor_files(folder)
-        config = AutoConfig.from_pretrained(folder)
-        with weightless():
-            model = AutoModelForCausalLM.from_config(config)
-        super().__init__(model.eval(), blocks)
-        self.dtype = config.dtype or torch.float32
-        rest = [name for name in model.state_dict() if not name.startswith(self.layout.path + ".")]
-        self.model.load_state_dict(
-            self._read([n for n in rest if n in self.files]), strict=False, assign=True
-        )
-        tie_weights(self.model)
-        missing = [n for n, p in self.model.named_parameters() if p.is_meta and n in rest]
-        self._complain(missing)
+        super().__init__(skeleton(folder).eval(), blocks, towers)
+        self.plan = self.names.plan(self.files, self._shape)
+        self.names.known = {n: e.keys[0] for n, e in self.plan.entries.items() if e.how is None}
+        self.extra = tuple(self.plan.extra)
+        self.dtypes = _dtypes(self.model)
+        self._complain()
+        rest = [name for name in self.names.state if not self.layout.inside(name)]
+        self.model.load_state_dict(self._read(rest), strict=False, assign=True)
+        tie_weights(self.model, set(self.plan.made))
 
     def block(self, index: int) -> nn.Module:
         block, prefix = copy.deepcopy(self.blocks[index]), self.layout.prefix(index)
-        names = list(block.state_dict())
-        self._complain([prefix + n for n in names if prefix + n not in self.files])
-        tensors = self._read([prefix + n for n in names])
+        tensors = self._read([prefix + name for name in block.state_dict()])
         block.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items()}, assign=True)
-        return unfold(block.eval().requires_grad_(False))
+        return unfold(block.eval().requires_grad_(False), self.naming(index))
 
     def first_rows(self) -> Iterator[Tensor]:
         from safetensors import safe_open
 
-        for name in self.layout.names():
-            stack, _, index = name.rpartition(".")
-            own = f"{name}.weight" in self.files or stack not in self.files
-            key = f"{name}.weight" if own else stack
-            self._complain([] if key in self.files else [key])
+        for key in self.plan.keys_of(name for name in self.names.state if self.layout.inside(name)):
             with safe_open(str(self.files[key]), framework="pt") as file:
                 part = file.get_slice(key)
-                yield part[:1] if own else part[int(index), :1]
+                if len(part.get_shape()) > 1:
+                    yield part[:1].flatten(0, -2)[:1]
 
-    def _complain(self, missing: list[str]) -> None:
+    def extras(self) -> dict[str, Tensor]:
+        return dict(read_tensors(self.files, self.extra))
+
+    def _complain(self) -> None:
+        """Every tensor of the model has to come from the files, before anything else is done."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        there = set(self.plan.made)
+        there |= {name for pair in tied.items() if there & set(pair) for name in pair}
+        there |= {a for a, b in tied.items() if b in there}
+        missing = [name for name in self.names.state if name not in there]
         if missing:
             raise ConfigError(
-                f"{self.folder}: {len(missing)} tensors of the model are not in its files, such as {missing[0]!r}; "
-                "load it with transformers and pass the model instead of the folder"
+                f"{self.folder}: {len(missing)} tensors of {type(self.model).__name__} are not in its files, such as "
+                f"{missing[0]!r}; load it with transformers and pass the model instead of the folder"
             )
 
+    def _shape(self, key: str) -> list[int]:
+        from safetensors import safe_open
+
+        with safe_open(str(self.files[key]), framework="pt") as file:
+            found: list[int] = file.get_slice(key).get_shape()
+        return found
+
     def _read(self, names: list[str]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-                for name, tensor in read_tensors(self.files, names)}  # fmt: skip
+        """Tensors of the model, with the dtypes that transformers gives them; only these are read."""
+        wanted = dict.fromkeys(self.plan.made[name] for name in names if name in self.plan.made)
+        keys = [key for name in wanted for key in self.plan.entries[name].keys]
+        parts = dict(read_tensors(self.files, keys))
+        found: dict[str, Tensor] = {}
+        for name in wanted:
+            entry = self.plan.entries[name]
+            found.update(self.names.convert(name, entry, [parts.pop(key) for key in entry.keys]))
+        for name, tensor in found.items():
+            self._check(name, tensor)
+            if tensor.is_floating_point():
+                found[name] = tensor.to(self.dtypes[name])
+        return found
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        expected = self.names.state[name].shape
+        if tensor.shape != expected:
+            raise ConfigError(
+                f"{self.folder}: {name} is {tuple(tensor.shape)} in the files, but {tuple(expected)} in the model that "
+                "config.json describes; they do not belong together"
+            )
 
 
-def open_source(model: Any, blocks: str | None = None) -> InMemory:
+def open_source(model: Any, blocks: str | None = None, towers: str | Sequence[str] | None = None) -> InMemory:
     """A module, or the folder of one."""
     if isinstance(model, nn.Module):
-        return InMemory(model, blocks)
+        return InMemory(model, blocks, towers)
     folder = Path(model)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} is no folder with a config.json; pass a folder or an nn.Module")
-    return OnDisk(folder, blocks)
+    return OnDisk(folder, blocks, towers)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -126,48 +186,43 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_tensors(files: dict[str, Path], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The named tensors, file by file."""
     from safetensors import safe_open
 
-    for path in sorted({files[name] for name in names}):
+    where: dict[Path, list[str]] = {}
+    for name in names:
+        where.setdefault(files[name], []).append(name)
+    for path in sorted(where):
         with safe_open(str(path), framework="pt") as file:
-            for name in names:
-                if files[name] == path:
-                    yield name, file.get_tensor(name)
+            for name in where[path]:
+                yield name, file.get_tensor(name)
 
 
-def without_ties(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
-    """The state outside the blocks, tied tensors under their first name only."""
-    seen: set[int] = set()
-    state = {}
-    for name, tensor in model.state_dict().items():
-        if name.startswith(layout.path + ".") or tensor.data_ptr() in seen:
+def tied_names(model: nn.Module) -> set[str]:
+    """Of tensors that are one, all names but the one that checkpoints use."""
+    declared = getattr(model, "all_tied_weights_keys", None)
+    second = set(declared) if isinstance(declared, dict) else set()
+    state = model.state_dict()
+    seen: set[Any] = set()
+    tied = set()
+    for name in sorted(state, key=lambda name: name in second):
+        tensor = state[name]
+        known = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.is_meta or not tensor.numel():
             continue
-        if tensor.numel():
-            seen.add(tensor.data_ptr())
-        state[name] = tensor.detach().contiguous()
-    return state
+        if known in seen:
+            tied.add(name)
+        seen.add(known)
+    return tied
 
 
-def tie_weights(model: Any) -> None:
-    """transformers' own way to make tied weights one again."""
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-
-
-@contextlib.contextmanager
-def weightless() -> Iterator[None]:
-    """Modules built inside have parameters without memory; their buffers (such as rotary tables) are real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(self, name, param)
-        if param is not None and not param.is_meta:
-            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+def _dtypes(model: Any) -> dict[str, torch.dtype]:
+    """As transformers loads them: in the config's dtype, except what a model wants to keep in float32."""
+    found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    for name in found:
+        for pattern, dtype in plan.items():
+            if re.search(pattern.replace("*", ".*"), name):
+                found[name] = dtype
+    return found

@@ -48,6 +48,11 @@ class Spilled(Sequence[Tensor]):
         return self.folder / f"{index}.pt"
 
 
+def copied(tensors: Any) -> Any:
+    """Another list of the same activations."""
+    return tensors.twin() if isinstance(tensors, Spilled) else list(tensors)
+
+
 @contextlib.contextmanager
 def spilling(where: str | Path | bool | None) -> Iterator[Path | None]:
     """A folder that is gone afterwards: in `where`, for True in the system's place for such; for None none."""

@@ -18,7 +18,8 @@ from sparsebit.utils.files import write_whole
 
 RUN, INDEX, REST = "run.json", "model.safetensors.index.json", "model-rest.safetensors"
 BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json",
-          "chat_template*", "added_tokens.json")  # fmt: skip
+          "chat_template*", "added_tokens.json", "preprocessor_config.json", "*processor_config.json",
+          "normalizer.json", "*.spm", "spiece.model")  # fmt: skip
 
 
 class Store:
@@ -51,6 +52,13 @@ class Store:
         from safetensors.torch import load_file
 
         return load_file(self._path(block))
+
+    def names(self, block: int) -> list[str]:
+        """Of the tensors that are stored of a block."""
+        from safetensors import safe_open
+
+        with safe_open(str(self._path(block)), framework="pt") as file:
+            return list(file.keys())
 
     def write(self, block: int, tensors: dict[str, Tensor], layers: dict[str, Any]) -> None:
         self.note("layers", {**self.state["layers"], **layers})

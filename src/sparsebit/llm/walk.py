@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +34,10 @@ from sparsebit.llm.methods import (
     Solved,
     options_of,
 )
+from sparsebit.llm.relay import Relay, start_of
 from sparsebit.llm.smooth import Feeders, fold
 from sparsebit.llm.sources import InMemory
-from sparsebit.llm.spill import Spilled, give_back
+from sparsebit.llm.spill import give_back
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
 from sparsebit.numeric.gptq import Statistics
@@ -42,6 +45,7 @@ from sparsebit.numeric.rtn import at_least_float, rtn
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.numeric.wanda import PrunedWeight
 
+log = logging.getLogger("sparsebit")
 TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
 
 
@@ -58,29 +62,49 @@ class Job:
     match_float: bool = False
 
 
+def walk(source: InMemory, relay: Relay | None, job: Job, store: Store) -> Iterator[int]:
+    """Yields each block's number when it is stored; tower after tower, in the order of running."""
+    if relay is None:
+        for t, tower in enumerate(source.layout.towers):
+            yield from _walk_tower(source, (t, Captured(len(tower)), None), job, store)
+        return
+    if not job.match_float or job.method in NO_TWIN:
+        for t, captured in relay.towers():
+            yield from _walk_tower(source, (t, captured, None), job, store)
+        return
+    floats = relay.towers(copies=True)
+    first = next(floats)  # a copy, before the other one changes what they share
+    for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
+        yield from _walk_tower(source, (t, captured, apart), job, store)
+
+
 @torch.no_grad()
-def walk(source: InMemory, captured: Captured | None, job: Job, store: Store) -> Iterator[int]:
-    """Yields each block's number when it is stored."""
-    hidden = captured.hidden if captured else []
-    wanted = job.match_float and captured is not None and job.method not in NO_TWIN
-    float_hidden = copied(hidden) if wanted else None
-    feeders = Feeders()
-    for i in range(len(source.layout)):
+def _walk_tower(
+    source: InMemory, which: tuple[int, Captured, Captured | None], job: Job, store: Store
+) -> Iterator[int]:
+    """One tower: its number, what enters it, and what enters it in the float model where that is asked for."""
+    t, captured, floats = which
+    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[t])
+    for i in range(start, start + len(captured.calls)):
         block, prefix = source.block(i), source.layout.prefix(i)
-        float_block = copy.deepcopy(block) if float_hidden is not None else None
-        calls = captured.calls[i] if captured else []
-        names = list(linears_of(block))
+        float_block = copy.deepcopy(block) if floats is not None else None
+        calls, names = captured.calls[i - start], list(linears_of(block))
         lane = Lane(block, calls, hidden, names)
-        twin = None if float_block is None else Lane(float_block, calls, float_hidden, names)
+        twin = None
+        if floats is not None and float_block is not None:
+            twin = Lane(float_block, floats.calls[i - start], floats.hidden, names)
         if store.has(i):
-            restore(block, prefix, store.read(i), job, source.blocks[i])
+            restore(source, i, block, store.read(i), job)
         else:
             solved, about = _solve_block(_Lanes(lane, twin, feeders), prefix, job)
-            store.write(i, _tensors(block, prefix, solved, job.format, source.blocks[i]), about)
+            store.write(i, _tensors(source, i, block, solved, job.format), about)
         for b in range(len(calls)):
             hidden[b] = _checked(lane.output(b, last=True), prefix)
-            if twin is not None and float_hidden is not None:
-                float_hidden[b] = twin.output(b, last=True)
+            if twin is not None and floats is not None:
+                floats.hidden[b] = twin.output(b, last=True)
+        captured.passed(i - start)
+        if floats is not None:
+            floats.passed(i - start)
         alive = weakref.ref(block)
         del block, float_block, lane, twin
         if alive() is not None:  # modules that know their parents are cycles
@@ -88,11 +112,6 @@ def walk(source: InMemory, captured: Captured | None, job: Job, store: Store) ->
         if i % TRIM == TRIM - 1:
             give_back()
         yield i
-
-
-def copied(hidden: Any) -> Any:
-    """Another list of the same activations."""
-    return hidden.twin() if isinstance(hidden, Spilled) else list(hidden)
 
 
 @dataclass
@@ -127,6 +146,8 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
     for stage in stages:
         names = [name for group in stage for name in group]
         statistics = lanes.collect(stage) if measured else {}
+        if measured:
+            names = [name for name in names if name in statistics or not _stays(name, prefix, job)]
         for name in names:
             spec, seen = job.specs[prefix + name], statistics.get(name)
             solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
@@ -138,11 +159,24 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
     return solved, about
 
 
+def _stays(name: str, prefix: str, job: Job) -> bool:
+    """Whether a layer that got no input stays float: all but members of lists, experts that wait for other tokens.
+
+    The block reads its weight without calling it (Mamba's dt_proj), or does not use it.
+    """
+    if any(part.isdigit() for part in name.split(".")):
+        return False
+    log.warning("%s%s: the block never calls this layer, so it stays float", prefix, name)
+    del job.specs[prefix + name]
+    return True
+
+
 def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
     """One after the other, but experts of one stack together: they do not feed each other."""
     stages: dict[str, list[list[str]]] = {}
     for group in groups:
-        stack = group[0].rpartition(".")[0] if is_routed(block, group[0]) else group[0]
+        owner, _, leaf = group[0].rpartition(".")
+        stack = f"{owner.rpartition('.')[0]}.*.{leaf}" if is_routed(block, group[0]) else group[0]
         stages.setdefault(stack, []).append(group)
     return list(stages.values())
 
@@ -206,15 +240,21 @@ def set_weight(linear: nn.Linear, q: Solved) -> None:
     linear.weight = nn.Parameter(q.dequantize(linear.weight.dtype), requires_grad=False)
 
 
-def restore(block: nn.Module, prefix: str, tensors: dict[str, Tensor], job: Job, plain: nn.Module) -> None:
-    """Puts what is stored of a block into it; `plain` is the block as the model has it."""
+def restore(source: InMemory, index: int, block: nn.Module, stored: dict[str, Tensor], job: Job) -> None:
+    """Puts what is stored of a block into it."""
+    prefix, suffixes = source.layout.prefix(index), () if job.format.plain else job.format.suffixes
+    tensors = source.names.from_files(stored, suffixes)
     local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    local = unfold_tensors(plain, local) if job.format.plain else local
+    packed = [] if job.format.plain else [name.removeprefix(prefix) for name in job.specs]
+    local = unfold_tensors(source.blocks[index], local, source.naming(index), packed)
     linears = linears_of(block)
-    for name, spec in job.specs.items():
+    for name, spec in list(job.specs.items()):
         name = name.removeprefix(prefix)
         if name in linears and prefix + name in job.specs:
             parts = {s: local[f"{name}.{s}"] for s in job.format.suffixes if f"{name}.{s}" in local}
+            if job.format.suffixes[0] not in parts:  # it stayed float
+                del job.specs[prefix + name]
+                continue
             set_weight(linears[name], job.format.decode(parts, spec))
             for suffix in parts:
                 local.pop(f"{name}.{suffix}")
@@ -222,9 +262,10 @@ def restore(block: nn.Module, prefix: str, tensors: dict[str, Tensor], job: Job,
 
 
 def _tensors(
-    block: nn.Module, prefix: str, solved: dict[str, Solved], layout: Format, plain: nn.Module
+    source: InMemory, index: int, block: nn.Module, solved: dict[str, Solved], layout: Format
 ) -> dict[str, Tensor]:
-    """The block's state with packed weights in place of float ones."""
+    """The block's state with packed weights in place of float ones, under the names of the files."""
+    prefix = source.layout.prefix(index)
     tensors = {}
     for key, value in block.state_dict().items():
         name, _, leaf = key.rpartition(".")
@@ -232,8 +273,10 @@ def _tensors(
             tensors.update({f"{name}.{s}": t for s, t in layout.encode(solved[name]).items()})
         else:
             tensors[key] = value
-    tensors = fold_back(plain, tensors) if layout.plain else tensors
-    return {prefix + key: value for key, value in tensors.items()}
+    packed: Container[str] = () if layout.plain else solved
+    tensors = fold_back(source.blocks[index], tensors, source.naming(index), packed)
+    named = {prefix + key: value for key, value in tensors.items()}
+    return source.names.to_files(named, () if layout.plain else (prefix + name for name in solved))
 
 
 def _checked(hidden: Tensor, prefix: str) -> Tensor:

@@ -6,6 +6,7 @@ groups. The exponent with the least error on the outputs, tr((W - Q) H (W - Q)^T
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.gptq import Statistics
 from sparsebit.numeric.quantized_weight import QuantizedWeight, check, round_to
-from sparsebit.numeric.rtn import SHRINK, at_least_float, grid_of, rtn
+from sparsebit.numeric.rtn import SHRINK, at_least_float, grid_of, rtn, signs_of
 from sparsebit.numeric.spec import QuantSpec
 
 SEARCHED = 128  # rows of each layer on which exponents are compared
@@ -89,8 +90,10 @@ def _rounded(
         high = torch.maximum(-low, high)
         low = -high
     best, least = grouped, torch.full_like(low, float("inf"))
-    for share in shares:
+    signs = signs_of(spec) if len(shares) > 1 else (1,)
+    for share, sign in itertools.product(shares, signs):
         scale, zero = grid_of(low * share, high * share, spec, scale_dtype)
+        scale = scale * sign
         back = round_to(grouped, scale, zero, spec.bits).sub_(zero).mul_(scale)
         error = (back - grouped).square_().mul_(weights).sum(-1, keepdim=True)
         best = torch.where(error < least, back, best)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_index, round_to
-from sparsebit.numeric.rtn import at_least_float, fit_grid, storable
+from sparsebit.numeric.rtn import at_least_float, fit_grid, signs_of, storable
 from sparsebit.numeric.spec import QuantSpec
 
 BETA, GROWTH = 10.0, 1.01  # of the paper: how closely e follows the residual, in units of a step
@@ -48,17 +48,19 @@ def _fit(
     w: Tensor, real: Tensor, spec: QuantSpec, p: float, rounds: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Scales and zeros (rows, groups) of w (rows, groups, group); `real` is 0 where a group is filled up."""
-    scale, zero = (part.float()[..., None] for part in fit_grid(w, real, spec, "minmax", scale_dtype))
-    best, least = (scale, zero), torch.full_like(scale, float("inf"))
-    for i in range(rounds + 1):
-        codes = round_to(w, scale, zero, spec.bits)
-        gap = w - (codes - zero) * scale
-        cost = (gap.abs() ** p * real).sum(-1, keepdim=True)
-        better = cost < least
-        least = torch.where(better, cost, least)
-        best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
-        target = w - shrink(gap / scale, BETA * GROWTH**i, p) * scale
-        scale, zero = _least_squares(codes, target, scale, zero, real, spec, scale_dtype)
+    begin = [part.float()[..., None] for part in fit_grid(w, real, spec, "minmax", scale_dtype)]
+    best, least = (begin[0], begin[1]), torch.full_like(begin[0], float("inf"))
+    for sign in signs_of(spec):  # a sign stays what it is
+        scale, zero = begin[0] * sign, begin[1]
+        for i in range(rounds + 1):
+            codes = round_to(w, scale, zero, spec.bits)
+            gap = w - (codes - zero) * scale
+            cost = (gap.abs() ** p * real).sum(-1, keepdim=True)
+            better = cost < least
+            least = torch.where(better, cost, least)
+            best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+            target = w - shrink(gap / scale, BETA * GROWTH**i, p) * scale
+            scale, zero = _least_squares(codes, target, scale, zero, real, spec, scale_dtype)
     return best[0][..., 0], best[1][..., 0]
 
 
@@ -77,7 +79,7 @@ def _least_squares(
         zero = shift.round().clamp(0, 2**spec.bits - 1)
     levels = (codes - zero) * real
     fitted = (levels * target).sum(-1, keepdim=True) / levels.square().sum(-1, keepdim=True)
-    usable = torch.isfinite(fitted) & (fitted > 0)
+    usable = torch.isfinite(fitted) & (fitted * scale > 0)
     return torch.where(usable, storable(fitted.nan_to_num(1.0, 1.0, 1.0), scale_dtype), scale), zero
 
 

@@ -76,9 +76,8 @@ def best_scales(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
     moved = torch.linalg.solve(
         (system + ridge[:, None, None] * eye).double(), (right + ridge[:, None] * old).double()[..., None]
     )[..., 0].float()
-    usable = (
-        torch.isfinite(moved) & (moved > 0.25 * old) & (moved < 4 * old)
-    )  # others: groups that say nothing
+    ratio = moved / old
+    usable = torch.isfinite(moved) & (ratio > 0.25) & (ratio < 4)  # others: groups that say nothing
     new = torch.where(usable, storable(moved, q.scales.dtype), old)
 
     def cost(s: Tensor) -> Tensor:  # the error less its constant part

@@ -16,6 +16,7 @@ from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_ind
 from sparsebit.numeric.spec import QuantSpec
 
 SHRINK = torch.linspace(1.0, 0.3, 57)  # shares of the full range that the mse clip tries
+SIGNED = 4  # bits up to which symmetric grids may have negative scales
 PIECE = 2**14  # groups whose grids are tried together
 
 
@@ -86,20 +87,36 @@ def fit_grid(
     if lib is not None:
         found, step = [], max(PIECE // low[:1].numel(), 1)
         for part, bottom, top in zip(w.split(step), low.split(step), high.split(step)):
-            shares = SHRINK.view(-1, *[1] * top.dim())
-            grids = grid_of(bottom * shares, top * shares, spec, scale_dtype)
+            grids = _tries(bottom, top, spec, scale_dtype)
             found.append(columns.least(lib, part, importance, *grids, spec.bits))
         scales, zeros = (torch.cat(parts) for parts in zip(*found))
         return scales.to(scale_dtype), zeros.to(torch.uint8)
-    best = grid_of(low, high, spec, scale_dtype)
+    tries = zip(*_tries(low, high, spec, scale_dtype))
+    best = next(tries)
     least = _error(w, importance, *best, spec.bits)
-    for share in SHRINK[1:].tolist():
-        grid = grid_of(low * share, high * share, spec, scale_dtype)
+    for grid in tries:
         error = _error(w, importance, *grid, spec.bits)
         better = error < least
         least = torch.where(better, error, least)
         best = torch.where(better, grid[0], best[0]), torch.where(better, grid[1], best[1])
     return best[0].to(scale_dtype), best[1].to(torch.uint8)
+
+
+def _tries(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The grids among which the mse clip chooses, along a new first axis."""
+    shares = SHRINK.to(low.device).view(-1, *[1] * low.dim())
+    scale, zero = grid_of(low * shares, high * shares, spec, scale_dtype)
+    signs = signs_of(spec)
+    return torch.cat([scale * sign for sign in signs]), torch.cat([zero] * len(signs))
+
+
+def signs_of(spec: QuantSpec) -> tuple[int, ...]:
+    """Of the scales of a grid.
+
+    A symmetric grid has one level more below 0 than above. With a negative scale that level is above 0, where a group
+    may need it. At 2 bits it is one of four levels; at 8 bits nobody would see it. Readers multiply as ever.
+    """
+    return (1, -1) if spec.symmetric and spec.bits <= SIGNED else (1,)
 
 
 def grid_of(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -115,7 +132,8 @@ def grid_of(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded to what `dtype` holds, and neither 0 nor Inf there."""
     limits = torch.finfo(dtype)
-    return scale.clamp(limits.smallest_normal, limits.max).to(dtype).float()
+    size = scale.abs().clamp(limits.smallest_normal, limits.max)
+    return torch.copysign(size, scale).to(dtype).float()
 
 
 def _error(w: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

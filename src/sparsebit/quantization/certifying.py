@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.export import openvino_runtime, runtime
 from sparsebit.export.calls import Call, called
 from sparsebit.export.certify import Certificate, QuantizerCheck
-from sparsebit.export.end_to_end import EndToEnd, answers, check_output, rounding_of
+from sparsebit.export.end_to_end import EndToEnd, Shape, answers, check_output, rounding_of
 from sparsebit.export.marks import Mark
 from sparsebit.export.optimised_graph import first_wrong_tensor
 from sparsebit.export.report import ExportReport
@@ -49,9 +49,11 @@ def certify(
     marks: Mapping[str, Mark],
     lowered: Any,
     backend: str = "onnxruntime",
+    targets: Sequence[Shape] = (),
 ) -> ExportReport:
     """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
     certificate = Certificate(rounding=rounding_of(qmodel))
+    certificate.see_targets(targets)
     check_biases(qmodel, marks, lowered, certificate)
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
-from sparsebit.export.calls import call_of, calls_of, some_calls_of
+from sparsebit.export.calls import as_batches, call_of, calls_of, some_calls_of, target_shapes
 from sparsebit.export.marks import Mark, emit
 from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
@@ -30,6 +30,7 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
+UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 
 def export_onnx(
@@ -60,19 +61,27 @@ def export_onnx(
         emitter = Emitter(marks)
         with exporting(qmodel, emitter):
             graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
-        if uncalibrated:  # calibration would have shown that the others get no float data
-            marks = {name: mark for name, mark in marks.items() if name in emitter.calls}
+        unreached = sorted(set(marks) - set(emitter.calls) - names_in(graph))
+        if not uncalibrated:  # then calibration has shown that activations get float data
+            unreached = [name for name in unreached if marks[name].is_weight]
+        marks = {name: mark for name, mark in marks.items() if name not in unreached}
         lowered = runtime.lower(graph, marks)
         why = why_float_of(graph)
         finish(graph, marks, runtime, lowered)
+        graph.metadata_props[UNREACHED] = json.dumps(unreached)
         with files.drafting(path) as draft:
             files.write(graph, draft)
+            batches = as_batches(batches)
             calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
-            report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE)
+            targets = target_shapes([dummy, *batches], signature)
+            report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE, targets)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, draft, [*calls, *more], report)
             report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
             report.why_float, report.uncalibrated = why, uncalibrated
+            if unreached and not uncalibrated:
+                shown = ", ".join(unreached[:3]) + (" ..." if len(unreached) > 3 else "")
+                report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
             report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
             settle(report, draft, path)
     if extra_info:
@@ -102,12 +111,16 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
         raise ExportError(
             f"{path}: its numbers are in {error.filename}, which is missing; keep both in one folder"
         ) from error
+    for name in json.loads(model.metadata_props.get(UNREACHED, "[]")):
+        marks.pop(name, None)
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
-    calls = some_calls_of(batches, signature_of(qmodel), qmodel.device)
+    signature, batches = signature_of(qmodel), as_batches(batches)
+    calls = some_calls_of(batches, signature, qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
-    report = certify(qmodel, path, calls, [], marks, lowered, backend)
+    targets = target_shapes(batches, signature)
+    report = certify(qmodel, path, calls, [], marks, lowered, backend, targets)
     report.path, report.bytes = str(path), files.size_of(path)
     report.backend, report.opset = backend, model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
@@ -279,6 +292,13 @@ def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any
     graph.metadata_props["sparsebit.backend"] = backend.TYPE
     graph.metadata_props["sparsebit.bits"] = json.dumps(bits, separators=(",", ":"))
     graph.metadata_props["sparsebit.lowered"] = lowered.to_json()
+
+
+def names_in(graph: Any) -> set[str]:
+    """The quantizers that left a mark in an exported graph."""
+    from sparsebit.export.graph_edit import marks_in, name_of
+
+    return {name_of(node) for node in marks_in(graph)}
 
 
 def why_float_of(graph: Any) -> dict[str, str]:

@@ -78,6 +78,7 @@ class Facts:
     graph: Graph | None = None
     pruned: list[tuple[str, int, int]] = field(default_factory=list)  # layer, channels before, after
     certificate: list[str] = field(default_factory=list)
+    failure: str = ""  # of a file that was refused: where it starts to differ
     todo: list[str] = field(default_factory=list)  # commands that would add something
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -134,10 +135,13 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
     if exported is not None:
         facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
         _add_kernels(facts.layers, _read(folder / "model.report.json"))
+    elif "failed_export" in about:
+        facts.failure = about["failed_export"]["error"]
+        facts.certificate = about["failed_export"]["certificate"]
     else:
         facts.todo.append(f"No ONNX file yet: `sparsebit export {folder}` writes and checks one.")
     facts.metric, facts.latency = steps.get("metric"), steps.get("latency")
-    facts.headline = list(headline(facts.command, steps, layers, profile))
+    facts.headline = list(headline(facts.command, steps, layers, profile, facts.failure))
     return facts
 
 

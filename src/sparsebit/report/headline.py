@@ -10,7 +10,9 @@ from sparsebit.report.figures import count, decibel, size
 Tile = tuple[str, str, str]
 
 
-def headline(command: str, steps: Any, layers: Any, profile: Any) -> Iterator[Tile]:
+def headline(command: str, steps: Any, layers: Any, profile: Any, failure: str = "") -> Iterator[Tile]:
+    if failure:
+        yield "Certificate", "DOES NOT HOLD", failure.partition("\n")[0]
     if layers is not None:
         yield from _quantized(layers, steps["quantize"].get("batch"))
     if command == "prune":

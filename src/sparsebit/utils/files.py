@@ -19,11 +19,18 @@ def write_whole(path: str | Path, data: bytes) -> None:
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
     """The file to write to; it gets the name `path` when the block ends without an error."""
+    with whole_path(path) as temporary, temporary.open("wb") as file:
+        yield file
+
+
+@contextmanager
+def whole_path(path: str | Path) -> Iterator[Path]:
+    """An empty file beside `path`, for writers that open files by name; it gets the name `path` when the block ends."""
     path = Path(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
+        yield Path(name)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner can read

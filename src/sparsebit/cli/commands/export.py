@@ -51,10 +51,14 @@ def export(
         report = work.write_onnx(model, batches, path, fixed_batch, backend)
     except ExportError as error:
         show_error(str(error))
+        if output is None:
+            work.note_failure(opened, error)
+            work.refresh_report(run)
         if json:
             show({"ok": False, "error": str(error)}, "", json)
         return 1
     if output is None:
+        opened.about.pop(work.FAILED, None)
         lines = work.certificate_lines(report)
         opened.finish("export", file=work.ONNX, bytes=report.bytes, certificate=lines)
         compare.compare(opened, net, model, batches, path, opened.about["settings"].get("metric"))

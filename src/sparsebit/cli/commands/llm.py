@@ -11,6 +11,7 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
+from sparsebit.cli.llm_options import keywords_of, with_table
 from sparsebit.cli.output import InputError, Interrupted, show
 from sparsebit.cli.progress import start, status
 
@@ -30,46 +31,35 @@ Length = Annotated[int, typer.Option(min=2, help="tokens of a sequence")]
 
 
 @llm.command(epilog="Example: sparsebit llm quantize models/llama --data text.txt --bits 4 -o runs/w4")
+@with_table
 def quantize(
     folder: Folder,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="a new folder", show_default=False)
     ],
     data: Text = None,
-    method: Annotated[str, typer.Option(help="gptq, or rtn, which needs no data")] = "gptq",
-    bits: Annotated[int, typer.Option(help="2, 3, 4 or 8")] = 4,
-    group_size: Annotated[int, typer.Option(help="weights that share a scale; -1: whole rows")] = 128,
-    candidate_bits: Annotated[
-        str | None, typer.Option(metavar="LIST", help="2,3,4: a width per layer from these")
-    ] = None,
-    average_bits: Annotated[float | None, typer.Option(help="what the candidates take on average")] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="compressed-tensors, or gptq: both run in vLLM and transformers")
-    ] = "compressed-tensors",
     samples: Annotated[int, typer.Option(min=1, help="sequences of the data that are used")] = 128,
     length: Length = 512,
     resume: options.Resume = False,
     json: options.Json = False,
+    **given: Any,
 ) -> None:
     """Quantize the decoder blocks of a language model, and write a checkpoint that others load.
 
-    The model is read block by block, so it need not fit into memory.
+    The model is read block by block, so it need not fit into memory. What is not said is decided by the method.
     """
     from sparsebit.cli.run import again
     from sparsebit.cli.text import model_folder
 
     source = model_folder(folder)
-    widths = _widths(candidate_bits)
+    keywords = keywords_of(given)
     _check_output(output, resume)
     start()
     from sparsebit import llm as library
 
     batches = None if data is None else _batches(source, data, samples, length)
     try:
-        report = library.quantize(
-            source, batches, save=output, method=method, bits=bits, group_size=group_size,
-            format=form, candidate_bits=widths, average_bits=average_bits,
-        )  # fmt: skip
+        report = library.quantize(source, batches, save=output, **keywords)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; finished blocks are kept. Go on with:\n  {again()}") from None
     facts = {"average_bits": report.average_bits, "stored_bits": report.stored_bits, "layers": report.layers}
@@ -181,13 +171,6 @@ def _batches(folder: Path, data: str, samples: int, length: int) -> list[Any]:
         tokens = read_tokens(data, folder)
     check_vocabulary(data, tokens, call(str(folder), lambda: AutoConfig.from_pretrained(folder)))
     return windows(tokens, length, samples)
-
-
-def _widths(text: str | None) -> tuple[int, ...] | None:
-    try:
-        return None if text is None else tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--candidate-bits: expected widths such as 2,3,4, got {text!r}") from None
 
 
 def _check_output(folder: Path, resume: bool) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.inputs import example_of
 from sparsebit.cli.output import InputError, show
 from sparsebit.cli.progress import start, status
 
@@ -39,8 +38,7 @@ def verify(
     opened = Run.open(run or file.parent)
     work.check_onnx(file)
     model, found, _ = work.finished(opened)
-    inputs = [example_of(model, batch) for batch in found[:batches]]
     with status("running the file, comparing"):
-        report = sparsebit.verify(file, model, inputs)
+        report = sparsebit.verify(file, model, found[:batches])
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1

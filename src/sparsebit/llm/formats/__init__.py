@@ -25,6 +25,14 @@ class Format:
     suffixes: ClassVar[tuple[str, ...]]
     reorders: ClassVar[bool] = False  # its readers know a g_idx
     plain: ClassVar[bool] = False  # float weights, named and shaped as in the model
+    one_group_size: ClassVar[bool] = False  # config.json has a single size for all layers
+
+    def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What `encode` will give for such a layer: suffix -> shape and dtype.
+
+        The dtype "scale" is that of scales, "model" that of float weights.
+        """
+        raise NotImplementedError
 
     def encode(self, q: Any) -> dict[str, Tensor]:
         """Suffix -> tensor; of a QuantizedWeight, or of what else the format is for."""
@@ -49,16 +57,27 @@ class Format:
 FORMATS: Registry[type[Format]] = Registry("llm format")
 
 
+def groups_of(spec: QuantSpec, inputs: int) -> int:
+    """Of one row; the last one may be short."""
+    return -(-inputs // (spec.group or max(inputs, 1)))
+
+
 def format_of(config: dict[str, Any]) -> Format:
     """The format that a `quantization_config` names."""
     method = str(config.get("quant_method", ""))
     if method == "compressed-tensors" and config.get("format") in FORMATS:
         method = str(config["format"])  # one name for several layouts
+    if any(_in_blocks(group) for group in (config.get("config_groups") or {}).values()):
+        method = "turned"
     if method not in FORMATS:
         raise ConfigError(
             f"quantization_config: quant_method {method!r} cannot be read; there are: {', '.join(FORMATS)}"
         )
     return FORMATS[method]()
+
+
+def _in_blocks(group: dict[str, Any]) -> bool:
+    return (group.get("weights") or {}).get("strategy") == "block"
 
 
 def spec_of(bits: int, group: int | None, symmetric: bool) -> QuantSpec:

@@ -14,16 +14,29 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError, ExportError
-from sparsebit.llm.formats import FORMATS, Format, spec_of
+from sparsebit.llm.formats import FORMATS, Format, groups_of, spec_of
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.numeric.words import pack_words, unpack_words, words_of
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @FORMATS.register()
 class CompressedTensors(Format):
     TYPE = "compressed-tensors"
     suffixes = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+    def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        groups = groups_of(spec, inputs)
+        found: dict[str, tuple[tuple[int, ...], str]] = {
+            "weight_packed": ((outputs, words_of(inputs, spec.bits)), "int32"),
+            "weight_scale": ((outputs, groups), "scale"),
+            "weight_shape": ((2,), "int64"),
+        }
+        if not spec.symmetric:
+            found["weight_zero_point"] = ((words_of(outputs, spec.bits), groups), "int32")
+        return found
 
     def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
         tensors = {
@@ -53,9 +66,10 @@ class CompressedTensors(Format):
 
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
         kinds = list(dict.fromkeys(specs.values()))
+        kinds.sort(key=lambda spec: not any(EXPERT.search(n) for n, s in specs.items() if s == spec))
         groups = {
             f"group_{i}": {
-                "targets": ["Linear"] if len(kinds) == 1 else [n for n, s in specs.items() if s == spec],
+                "targets": ["Linear"] if len(kinds) == 1 else _targets(specs, spec),
                 "weights": {
                     "num_bits": spec.bits,
                     "type": "int",
@@ -69,13 +83,18 @@ class CompressedTensors(Format):
             }
             for i, spec in enumerate(kinds)
         }
-        return {
+        config: dict[str, Any] = {
             "quant_method": self.TYPE,
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": ignored,
         }
+        if len(kinds) == 1 and not kinds[0].symmetric:
+            # The package's own layers expect zero points that are not packed (0.15 to 0.20). With this word
+            # transformers unpacks the weights when it loads them, by the first group's scheme: right for one group.
+            config["dequantize"] = True
+        return config
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
         if config.get("format") not in ("pack-quantized", "mixed-precision"):
@@ -94,6 +113,13 @@ class CompressedTensors(Format):
                     f"quantization_config: no config group names {name}, which is packed; complete its targets"
                 )
         return found
+
+
+def _targets(specs: dict[str, QuantSpec], spec: QuantSpec) -> list[str]:
+    """Names of layers; experts by a pattern, because transformers, which stacks them, looks for one."""
+    names = [name for name, other in specs.items() if other == spec]
+    experts = [name for name in names if EXPERT.search(name)]
+    return [f"re:.*{EXPERT.pattern}.*"] * bool(experts) + [name for name in names if name not in set(experts)]
 
 
 def _names(target: str, name: str) -> bool:

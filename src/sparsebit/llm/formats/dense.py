@@ -18,6 +18,9 @@ class Dense(Format):
     suffixes = ("weight",)
     plain = True
 
+    def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"weight": ((outputs, inputs), "model")}
+
     def encode(self, q: Any) -> dict[str, Tensor]:
         if not isinstance(q, PrunedWeight):
             raise ExportError("dense: holds pruned float weights, not codes; choose another format")

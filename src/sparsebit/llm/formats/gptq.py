@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ExportError
-from sparsebit.llm.formats import FORMATS, Format, spec_of
+from sparsebit.llm.formats import FORMATS, Format, groups_of, spec_of
 from sparsebit.numeric.quantized_weight import QuantizedWeight, group_index
 from sparsebit.numeric.spec import QuantSpec
-from sparsebit.numeric.words import pack_words, unpack_words
+from sparsebit.numeric.words import pack_words, unpack_words, words_of
 
 
 @FORMATS.register()
@@ -23,9 +23,19 @@ class Gptq(Format):
     TYPE = "gptq"
     suffixes: ClassVar = ("qweight", "qzeros", "scales", "g_idx")
     reorders = True
+    one_group_size = True
 
     def __init__(self) -> None:
         self.version: int | None = None  # of a file that is read; ours follow from the grid
+
+    def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        groups = groups_of(spec, inputs)
+        return {
+            "qweight": ((words_of(inputs, spec.bits), outputs), "int32"),
+            "qzeros": ((groups, words_of(outputs, spec.bits)), "int32"),
+            "scales": ((groups, outputs), "scale"),
+            "g_idx": ((inputs,), "int32"),
+        }
 
     def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
         return encode(q, version=1 if q.symmetric else 2)

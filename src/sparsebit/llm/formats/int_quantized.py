@@ -25,6 +25,9 @@ class IntQuantized(Format):
     def __init__(self) -> None:
         self.activations = True  # in 8 bits; a file that is read may say otherwise
 
+    def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"weight_scale": ((outputs, 1), "scale"), "weight": ((outputs, inputs), "int8")}
+
     def encode(self, q: Any) -> dict[str, Tensor]:
         if not isinstance(q, QuantizedWeight) or q.bits != 8 or not q.symmetric or q.group is not None:
             raise ExportError("int-quantized: holds symmetric int8 rows; use bits=8 and group_size=-1")

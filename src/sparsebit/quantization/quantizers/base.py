@@ -319,6 +319,10 @@ class Quantizer(nn.Module):
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
         if self.unused:
             return f"{text}, saw no float data"
+        if (
+            self.mode is Mode.EXPORT
+        ):  # a traced scale has no values; transformers prints modules while it runs
+            return text
         if not self.calibrated:
             return f"{text}, not calibrated"
         lo, hi = minmax_from_qparams(QParams(self.scale.detach(), self.zero_point.detach()), self.spec)

@@ -2,11 +2,11 @@
 
 CSS = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1c2024; --soft: #60646c; --line: #d9dce0; --panel: #f6f7f8;
-  --bar: #2f6fb3; --band: #dbe9f6; --good: #18794e; --edge: #a3a9b1;
+  --bar: #2f6fb3; --band: #dbe9f6; --good: #18794e; --bad: #c62a2f; --edge: #a3a9b1;
   --n0: #e3f1e8; --n1: #f3f0c9; --n2: #fbe0b0; --n3: #f7c09a; --n4: #ef9a94;
   --b2: #f7c09a; --b4: #fbe0b0; --b6: #e0ebc2; --b8: #cfe3f5; --b16: #e4def5; }
 @media (prefers-color-scheme: dark) { :root { --page: #15181b; --ink: #e8eaed; --soft: #a0a6ad; --line: #363b41;
-  --panel: #1e2226; --bar: #6ea8e0; --band: #24384c; --good: #4cc38a; --edge: #6b737c;
+  --panel: #1e2226; --bar: #6ea8e0; --band: #24384c; --good: #4cc38a; --bad: #ff8589; --edge: #6b737c;
   --n0: #1f3a2c; --n1: #45431b; --n2: #59421a; --n3: #6b3a1c; --n4: #7a2b2b;
   --b2: #6b3a1c; --b4: #59421a; --b6: #3b4620; --b8: #1f3d5c; --b16: #3b3160; } }
 * { box-sizing: border-box; }
@@ -80,6 +80,8 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 .facts th { font-weight: 600; vertical-align: top; }
 .facts td { white-space: normal; overflow-wrap: anywhere; }
 .good { color: var(--good); font-weight: 600; }
+.bad, .tile.failed dd { color: var(--bad); font-weight: 600; }
+.tile.failed { border-color: var(--bad); }
 footer { margin-top: 40px; }
 """
 

@@ -59,10 +59,12 @@ def _items(lines: Iterable[str]) -> str:
 
 
 def _tiles(facts: Facts) -> str:
-    tiles = [
-        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
-        for label, value, remark in facts.headline
-    ]
+    tiles = []
+    for label, value, remark in facts.headline:
+        failed = " failed" if facts.failure and label == "Certificate" else ""
+        tiles.append(
+            f'<div class="tile{failed}"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
+        )
     return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>' if tiles else ""
 
 
@@ -216,11 +218,13 @@ def _cell(cell: Cell) -> str:
 
 
 def _certificate(facts: Facts) -> str:
-    if not facts.certificate:
+    if not facts.certificate and not facts.failure:
         return ""
     rows = [line.partition("  ") for line in facts.certificate]
     lines = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v.strip())}</td></tr>\n" for k, _, v in rows)
     verdict = '<p class="good">✓ the file was run, and does what the model does</p>'
+    if facts.failure:
+        verdict = f'<p class="bad">✗ {escape(facts.failure)}</p>'
     return f'{verdict}\n<table class="facts">\n{lines}</table>'
 
 

@@ -42,8 +42,11 @@ def as_markdown(facts: Facts) -> str:
     if facts.pruned:
         rows = [[name, str(before), str(after)] for name, before, after in facts.pruned]
         parts += ["## Channels before and after", _table(["layer", "before", "after"], rows)]
+    if facts.failure:
+        parts += ["## Certificate", f"**DOES NOT HOLD**: {facts.failure}"]
     if facts.certificate:
-        parts += ["## Certificate", "```text\n" + "\n".join(facts.certificate) + "\n```"]
+        parts += [] if facts.failure else ["## Certificate"]
+        parts += ["```text\n" + "\n".join(facts.certificate) + "\n```"]
     if facts.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in facts.notes)]
     return "\n\n".join(parts) + f"\n\nWritten by Sparsebit {facts.version}.\n"

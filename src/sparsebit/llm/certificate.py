@@ -1,0 +1,197 @@
+"""The reader's certificate: who runs the checkpoint.
+
+Before the long work every reader judges the plan. Afterwards those that are installed run the folder, in a process
+without Sparsebit, and their logits are compared with those of `llm.load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import ConfigError, ExportError
+from sparsebit.graph.feeding import as_call, first_of, signature_of
+from sparsebit.llm.checkpoint import load
+from sparsebit.llm.plan import Grids, choices, is_transformers, mixed, plan_of
+from sparsebit.llm.readers import READERS, Plan, Reader, Row, Verdict
+from sparsebit.llm.sources import InMemory
+from sparsebit.llm.walk import Job
+
+log = logging.getLogger("sparsebit")
+EQUAL, NEAR = 1e-4, 2e-2  # of the logits' size: the order of sums; scales that were rounded to half precision
+TOKENS = 32  # that are tried
+FIRST = "transformers"  # the reader that decides between two ways to store a model
+TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
+
+
+class Certificate:
+    """Of one run: asked before it, shown after it."""
+
+    def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
+        """Fills in job.specs: the first choice that transformers runs, else the first that somebody runs."""
+        self.source, self.job = source, job
+        self.inputs: dict[str, Tensor] = {}
+        tried = []
+        for specs in choices(source, job.format, grids):
+            plan = plan_of(source, job, mixed(specs, grids.candidates) if grids.candidates else specs)
+            verdicts = verdicts_on(plan) if is_transformers(source.model) else {}
+            tried.append((specs, plan, verdicts))
+            if not verdicts.get(FIRST, Verdict()).reason:
+                tried = tried[-1:]
+                break
+        specs, self.plan, self.verdicts = next((choice for choice in tried if somebody(choice[2])), tried[0])
+        check_verdicts(self.verdicts, grids.force)
+        job.specs.update(specs)
+
+    def sampled(self, batches: Any) -> Any:
+        """The batches; a few tokens of the first one are kept to be tried."""
+        if not self.verdicts:
+            return batches
+        if batches is None:
+            self.inputs = inputs_of(self.source.model, None)
+            return None
+        first, rest = first_of(batches)
+        self.inputs = {k: v.cpu().clone() for k, v in inputs_of(self.source.model, first).items()}
+        return batches if isinstance(batches, (Tensor, Mapping, Sequence)) else rest
+
+    def final(self) -> dict[str, Any]:
+        """config.json, with the grids that were chosen and the words that readers want in it."""
+        self.plan = plan_of(self.source, self.job, self.job.specs)
+        settings = settings_of(self.verdicts)
+        if settings and "quantization_config" in self.plan.config:
+            self.plan = self.plan.with_settings(settings)
+        return self.plan.config
+
+    def rows(self, folder: Path) -> list[Row]:
+        """One row per reader, when the folder is complete."""
+        tables = {name: READERS[name]() for name in self.verdicts}
+        for name, reader in tables.items():
+            if reader.missing(self.plan) and len(self.plan.kinds) > 1:  # widths have been chosen since
+                self.verdicts[name] = reader.judge(self.plan)
+        return certify(folder, self.plan, self.verdicts, self.inputs)
+
+
+def verdicts_on(plan: Plan) -> dict[str, Verdict]:
+    """What each reader says."""
+    return {reader.TYPE: reader().judge(plan) for reader in READERS.values() if plan.format in reader.formats}
+
+
+def somebody(verdicts: Mapping[str, Verdict]) -> bool:
+    """Whether there is a reader that does not refuse."""
+    return any(not verdict.reason for verdict in verdicts.values())
+
+
+def check_verdicts(verdicts: Mapping[str, Verdict], force: bool) -> None:
+    """An error where all readers refuse."""
+    if force or not verdicts or somebody(verdicts):
+        return
+    reasons = "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items())
+    raise ConfigError(
+        f"format: no reader would run this checkpoint ({reasons}). Choose other options or another format; "
+        "force=True (--force) writes it all the same, for llm.load"
+    )
+
+
+def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    """Words that readers want in quantization_config."""
+    return {k: v for verdict in verdicts.values() if not verdict.reason for k, v in verdict.settings.items()}
+
+
+def certify(
+    folder: Path, plan: Plan, verdicts: Mapping[str, Verdict], inputs: Mapping[str, Tensor]
+) -> list[Row]:
+    """One row per reader. A reader that should run the folder and does not is a warning, too."""
+    rows, ours = [], None
+    for name, verdict in verdicts.items():
+        reader = READERS[name]()
+        if verdict.reason:
+            rows.append(Row(name, "refused", f"refused: {verdict.reason}", reader.version()))
+        elif verdict.unknown:
+            rows.append(Row(name, "unknown", f"not run: {verdict.unknown}", reader.version()))
+        elif reader.missing(plan):
+            rows.append(Row(name, "fits", f"fits its rules ({reader.missing(plan)})", reader.version()))
+        else:
+            obstacle = _obstacle(plan, inputs)
+            if obstacle:
+                rows.append(Row(name, "fits", f"names and shapes fit; not run: {obstacle}", reader.version()))
+                continue
+            ours = _logits(folder, inputs) if ours is None else ours
+            rows.append(_compared(reader, folder, inputs, ours))
+    for row in rows:
+        if row.state == "failed":
+            log.warning("%s", row)
+    return rows
+
+
+def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
+    """What is tried: a few tokens of the first batch; of other inputs the whole batch, which cannot be cut blindly."""
+    if batch is None:
+        return _made_up(model)
+    args, kwargs = as_call(batch, signature_of(model))
+    given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
+    found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
+    if set(found) <= TEXT:
+        return {k: v[:1, :TOKENS] if v.dim() == 2 else v for k, v in found.items()}
+    return found
+
+
+def _made_up(model: Any) -> dict[str, Tensor]:
+    config = getattr(model, "config", None)
+    if getattr(model, "main_input_name", "") != "input_ids" or config is None:
+        return {}
+    words = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, 1000)
+    ids = torch.arange(TOKENS // 2)[None] * 7 % max(words, 1)
+    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
+
+
+def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: Tensor) -> Row:
+    name, version = reader.TYPE, reader.version()
+    try:
+        theirs = reader.logits(folder, inputs)
+    except ExportError as error:
+        return Row(name, "failed", f"failed: {error}", version)
+    if theirs.shape != ours.shape or not bool(torch.isfinite(theirs).all()):
+        return Row(name, "failed", f"failed: its logits are {tuple(theirs.shape)}, or not finite", version)
+    gap = float((theirs - ours).norm() / ours.norm().clamp(min=1e-30))
+    if gap > NEAR:
+        return Row(name, "failed", f"failed: its logits differ from those of llm.load by {gap:.1%}", version)
+    same = "equal" if gap <= EQUAL else f"within {gap:.2%}"
+    return Row(name, "runs", f"runs, logits {same}", version)
+
+
+@torch.no_grad()
+def _logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
+    out = load(folder, dtype=torch.float32)(**inputs)
+    found: Tensor = out.logits if hasattr(out, "logits") else out[0]
+    return found.float()
+
+
+def _obstacle(plan: Plan, inputs: Mapping[str, Tensor]) -> str:
+    """Why nothing is run: no inputs, or a model that is larger than the memory."""
+    if not inputs:
+        return "there is no calibration data to try it on"
+    packed = sum(layer.outputs * layer.inputs for layer in plan.layers.values())
+    floats = [shape for shape, kind in plan.tensors.values() if "float" in kind]
+    needed = 4 * (packed + sum(torch.Size(shape).numel() for shape in floats))
+    there = _free_memory()
+    if there is not None and 1.5 * needed > there:
+        return f"in float32 it takes {needed / 2**30:.1f} GB of memory, and {there / 2**30:.1f} GB are free"
+    return ""
+
+
+def _free_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return None

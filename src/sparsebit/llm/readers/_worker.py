@@ -1,0 +1,126 @@
+"""The clean process: transformers and nothing of Sparsebit. It is started by its text, and answers lines of JSON.
+
+{"task": "probe", "config": folder, "architecture": name, "tensors": {name: [shape, dtype]}}
+{"task": "run", "folder": folder, "architecture": name, "extra": names, "inputs": file, "outputs": file}
+
+`extra` are tensors that had no place in the float model either.
+
+It ends when its input ends, or when nobody asked for a while, so that it does not hold memory during a long run.
+"""
+
+import importlib
+import json
+import os
+import select
+import sys
+import warnings
+
+IDLE = 60.0  # seconds
+KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
+
+
+class _NoSparsebit:
+    """What runs here must run without it."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "sparsebit":
+            raise ImportError("this process is without sparsebit")
+        return None
+
+
+def prepare():
+    """Imports, once; a torchvision that cannot be imported is left out, as transformers does where there is none."""
+    sys.meta_path.insert(0, _NoSparsebit())
+    warnings.filterwarnings("ignore")
+    import torch
+
+    try:
+        importlib.import_module("torchvision")
+    except Exception:
+        for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        sys.modules["torchvision"] = None
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return torch, transformers
+
+
+def class_of(transformers, name):
+    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+
+
+def probe(torch, transformers, ask):
+    """Loads tensors without memory through everything that from_pretrained does: names, shapes, stacked experts."""
+    config = transformers.AutoConfig.from_pretrained(ask["config"])
+    state = {
+        name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
+        for name, (shape, kind) in ask["tensors"].items()
+    }
+    _, info = class_of(transformers, ask["architecture"]).from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=torch.float32,
+        device_map={"": "meta"},
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return {"info": listed(info)}
+
+
+def run(torch, transformers, ask):
+    from safetensors.torch import load_file, save_file
+
+    model, info = class_of(transformers, ask["architecture"]).from_pretrained(
+        ask["folder"], dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    found = listed(info)
+    found["unexpected_keys"] = [key for key in found["unexpected_keys"] if key not in ask["extra"]]
+    if any(found.values()):
+        return {"info": found}
+    inputs = load_file(ask["inputs"])
+    with torch.no_grad():
+        out = model.eval()(**inputs)
+    logits = out.logits if hasattr(out, "logits") else out[0]
+    save_file({"logits": logits.float().contiguous()}, ask["outputs"])
+    return {"info": found}
+
+
+def listed(info):
+    found = {}
+    for key in KEYS:
+        value = info.get(key) or ()
+        items = value.items() if hasattr(value, "items") else value
+        found[key] = sorted(
+            str(item) if isinstance(item, str) else json.dumps(item, default=list) for item in items
+        )
+    return found
+
+
+def main():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    sys.stdout = sys.stderr
+    modules, wrong = None, ""
+    try:
+        modules = prepare()
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {error}"
+    tasks = {"probe": probe, "run": run}
+    while os.name == "nt" or select.select([sys.stdin], [], [], IDLE)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        ask = json.loads(line)
+        try:
+            answer = tasks[ask["task"]](*modules, ask) if modules else {"broken": wrong}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}".strip()}
+        answer["clean"] = "sparsebit" not in sys.modules
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+main()

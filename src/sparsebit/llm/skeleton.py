@@ -1,0 +1,108 @@
+"""A model of transformers without weights: of the class that its config.json names, whatever that is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebit.errors import ConfigError
+
+
+def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """What config.json describes; parameters take no memory, buffers that are not stored are real."""
+    written = read_config(folder)
+    if not written.get("model_type"):
+        raise ConfigError(
+            "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
+        )
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(folder)
+    except ValueError as error:
+        kind = written["model_type"]
+        raise ConfigError(
+            f"{folder}: this version of transformers knows no model type {kind!r}: {first_line(error)}"
+        ) from error
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    if dtype is not None:
+        settings.dtype = dtype
+    kind = class_of(written.get("architectures") or [], settings, folder)
+    with weightless():
+        model: nn.Module = kind._from_config(settings)
+    return model
+
+
+def class_of(names: list[str], settings: Any, folder: Path) -> Any:
+    """The class that `architectures` names; where nothing is named, the language model of this config."""
+    import transformers
+
+    if not names:
+        return transformers.AutoModelForCausalLM._model_mapping[type(settings)]
+    found = getattr(transformers, names[0], None)
+    if not isinstance(found, type):
+        raise ConfigError(
+            f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
+            "does not have; models with code of their own are loaded by you and passed as a module"
+        )
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def tie_weights(model: Any, there: set[str] | None = None) -> None:
+    """transformers' own way to make tied weights one again; `there` are those that came from files.
+
+    Two that should be one, but are in the files with different values, stay two, and the config says so.
+    """
+    if not hasattr(model, "tie_weights"):
+        return
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if there is None or not isinstance(tied, dict):
+        model.tie_weights()
+        return
+    two = [(a, b) for a, b in tied.items() if a in there and b in there and not _equal(model, a, b)]
+    if not two:
+        missing = set(model.state_dict()) - there
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        return
+    for name in ("config", "text_config"):
+        config = getattr(model, "config", None) if name == "config" else model.config.get_text_config()
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
+
+
+def _equal(model: nn.Module, a: str, b: str) -> bool:
+    first, second = model.state_dict()[a], model.state_dict()[b]
+    return first is second or (not first.is_meta and not second.is_meta and torch.equal(first, second))
+
+
+@contextlib.contextmanager
+def weightless() -> Iterator[None]:
+    """Modules built inside have parameters without memory; their buffers (such as rotary tables) are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
