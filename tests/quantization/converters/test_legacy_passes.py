@@ -170,11 +170,8 @@ def muls(gm: nn.Module) -> int:
 
 def test_lists_name_the_tasks_in_order() -> None:
     assert lists == ["equalize_sums", "fuse_bn", "disable_unnecessary_quant", "softmax_in_float", "equalize"]
-    assert simplifier_lists.lists[3:] == [
-        "remove_identity",
-        "getattr_to_shape",
-        "unbind_getitem_to_subtensor",
-    ]
+    originals = ["remove_identity", "getattr_to_shape", "unbind_getitem_to_subtensor"]
+    assert [name for name in simplifier_lists.lists if name in originals] == originals
 
 
 def test_a_task_that_the_user_appends(own_task, monkeypatch) -> None:

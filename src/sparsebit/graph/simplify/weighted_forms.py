@@ -13,9 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.grouped import Experts, grouped_mm
-from sparsebit.graph.ops import op_of
+from sparsebit.graph.ops import ADDS, is_op, op_of
 
 Made = tuple[type[nn.Module], dict[str, Any]]  # a class and its options
+_ACTIVATIONS = "ReLU ReLU6 SiLU Hardswish Hardsigmoid LeakyReLU GELU Sigmoid Tanh ELU Mish PReLU Hardtanh Softplus".split()
+KEEP_RANK = frozenset(  # the first input has the rank of the output
+    {
+        *(getattr(nn, name) for name in _ACTIVATIONS),
+        *(nn.Identity, nn.Dropout, nn.Dropout2d, nn.GroupNorm, nn.Upsample, nn.PixelShuffle),
+        *(F.relu, F.relu6, F.silu, F.hardswish, F.gelu, F.leaky_relu, F.dropout, F.batch_norm, F.interpolate, F.pad),
+        *(torch.relu, torch.sigmoid, torch.tanh, torch.cat, torch.Tensor.contiguous, torch.Tensor.relu),
+    }
+)
+
+BROADCAST = frozenset({*ADDS, operator.mul, operator.sub, torch.mul, torch.sub, torch.Tensor.mul})
 
 
 class NotAModule(Exception):
@@ -64,15 +75,22 @@ class Matmul(Form):
         return weight if isinstance(weight, fx.Node) and weight is not values["input"] else None
 
 
-def rank_of(node: Any, gm: fx.GraphModule) -> int | None:
-    """How many axes a value has: known after torch.export, and right behind an op of fixed rank."""
-    if not isinstance(node, fx.Node):
+def rank_of(node: Any, gm: fx.GraphModule, depth: int = 16) -> int | None:
+    """How many axes a value has: known after torch.export, and behind ops of fixed rank and ops that keep it."""
+    if not isinstance(node, fx.Node) or not depth:
         return None
     if isinstance(node.meta.get("val"), Tensor):
         return node.meta["val"].dim()
-    name = getattr(op_of(node, gm), "__name__", "").lower()
-    fixed = name.endswith(("1d", "2d", "3d")) and ("conv" in name or "pool" in name)
-    return int(name[-2]) + 2 if fixed else None
+    op = op_of(node, gm)
+    name = getattr(op, "__name__", "").lower()
+    if name.endswith(("1d", "2d", "3d")) and any(kind in name for kind in ("conv", "pool", "batchnorm")):
+        return int(name[-2]) + 2 if name != "batchnorm1d" else None
+    joins = is_op(op, BROADCAST)
+    if not joins and not is_op(op, KEEP_RANK):
+        return None
+    ranks = [rank_of(x, gm, depth - 1) for x in (node.all_input_nodes if joins else node.all_input_nodes[:1])]
+    known = [rank for rank in ranks if rank is not None]
+    return max(known) if known and len(known) == len(ranks) else None
 
 
 def _linear(v: dict[str, Any], rank: int | None) -> Made:

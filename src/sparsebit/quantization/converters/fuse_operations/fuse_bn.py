@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import module_calls, module_of
+from sparsebit.graph.ops import module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import CLIPS, SMOOTH
@@ -47,12 +47,11 @@ LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # what each BatchNorm can be
     "fuse_bn", when=lambda cfg: cfg.schedule.fuse_bn and not cfg.schedule.bn_tuning, keeps_output=True
 )
 def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
-    calls = module_calls(gm)
-
     def fold(m: Match) -> fx.Node | None:
         conv, bn = m.module("conv"), m.module("bn")
-        if calls[str(m["conv"].target)] > 1 or calls[str(m["bn"].target)] > 1:
-            return m.decline("the layer or the BatchNorm is called more than once")
+        norms = _always_together(m["conv"], m["bn"], gm)
+        if norms is None:
+            return m.decline("the layer or the BatchNorm is also called without the other")
         if bn.running_var is None:
             return m.decline("the BatchNorm has no running statistics (track_running_stats=False)")
         if isinstance(conv, QLinear) and rank_of(m["conv"], gm) != 2:
@@ -60,6 +59,9 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
         if conv.weight.shape[conv.weight_axis] * (conv.groups if conv.weight_axis else 1) != bn.num_features:
             return m.decline("the BatchNorm does not work on the layer's channels")
         fold_into(conv, bn)
+        for norm in norms:  # the other calls of the same pair
+            norm.replace_all_uses_with(norm.all_input_nodes[0])
+            norm.args = ()  # it is no reader any more; dead code goes when the pass is done
         gm.__dict__[f"{m['conv'].name}_bn"] = conv  # the original's name for a folded layer
         return m["conv"]
 
@@ -67,6 +69,16 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
         Rule("fuse_bn", Pat(bn, Pat(layers, name="conv"), name="bn"), fold) for bn, layers in LAYERS.items()
     )
     return sum(rule.apply(gm) for rule in rules)
+
+
+def _always_together(conv: fx.Node, bn: fx.Node, gm: fx.GraphModule) -> list[fx.Node] | None:
+    """The other calls of this BatchNorm, if each call of the layer is read by one of its calls only; None: they part."""
+    layers = [n for n in gm.graph.nodes if n.op == "call_module" and n.target == conv.target]
+    norms = [n for n in gm.graph.nodes if n.op == "call_module" and n.target == bn.target]
+    pairs = [(layer, *layer.users) for layer in layers]
+    if sorted(pairs) != sorted((norm.all_input_nodes[0], norm) for norm in norms if norm.all_input_nodes):
+        return None
+    return [norm for norm in norms if norm is not bn]
 
 
 class ReplacePattern(PassPattern):
