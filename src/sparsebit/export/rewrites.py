@@ -42,6 +42,8 @@ def merge_equal(model: ir.Model, marks: Marks) -> dict[str, str]:
             assert kept.graph is not None
             kept.graph.remove(kept)
             first.graph.insert_before(first, [kept])  # type: ignore[union-attr]
+        if any("hoisted" in node.metadata_props for node in (first, *others)):
+            kept.metadata_props["hoisted"] = "1"
         for node in (first, *others):
             if node is kept:
                 continue
@@ -115,17 +117,19 @@ def hoist(model: ir.Model, marks: Marks) -> int:
     for node in reversed(marks_in(model)):
         mark = marks.get(name_of(node))
         if mark is not None and not mark.is_weight and mark.qparams.scale.numel() == 1:
-            added += _hoist_one(node)
+            added += _hoist_one(node, marks)
     return added
 
 
-def _hoist_one(node: ir.Node) -> int:
+def _hoist_one(node: ir.Node, marks: Marks) -> int:
     source = node.inputs[0]
     mover = source.producer() if source is not None else None
-    if mover is None or not _is_mover(mover) or not _only_same(source, node):
+    if mover is None or not _is_mover(mover) or not _only_same(source, node, marks):
         return 0
-    if len(mover.outputs) > 1 and not all(_only_same(out, node) for out in mover.outputs if readers(out)):
-        return 0  # Split: another quantizer, or none, reads the other pieces
+    if len(mover.outputs) > 1 and not all(
+        _only_same(out, node, marks) for out in mover.outputs if readers(out)
+    ):
+        return 0  # Split: another grid, or none, is behind the other pieces
     added = 0
     inputs = mover.inputs if mover.op_type == "Concat" else mover.inputs[:1]
     for i, x in enumerate(inputs):
@@ -137,9 +141,10 @@ def _hoist_one(node: ir.Node) -> int:
         assert mover.graph is not None
         mover.graph.insert_before(mover, [copy])
         mover.replace_input_with(i, copy.outputs[0])
-        added += 1 + _hoist_one(copy)
-    if added:
-        node.metadata_props["hoisted"] = "1"
+        added += 1 + _hoist_one(copy, marks)
+    for user in (user for out in mover.outputs for user in readers(out)):
+        if any(x is not None and is_mark(x.producer()) for x in inputs):
+            user.metadata_props["hoisted"] = "1"
     return added
 
 
@@ -149,11 +154,21 @@ def _is_mover(node: ir.Node) -> bool:
     return node.op_type in MOVERS and not node.domain
 
 
-def _only_same(value: ir.Value | None, node: ir.Node) -> bool:
-    """Is every reader of the moved value this very quantizer?"""
+def _only_same(value: ir.Value | None, node: ir.Node, marks: Marks) -> bool:
+    """Does everything that reads the moved value round it to the grid of this quantizer?"""
     assert value is not None
-    same = all(is_mark(u) and name_of(u) == name_of(node) for u in readers(value))
+    grid = _grid(marks[name_of(node)])
+    same = all(
+        is_mark(u) and (name_of(u) == name_of(node) or _rounds_to(u, grid, marks)) for u in readers(value)
+    )
     return same and not value.is_graph_output()
+
+
+def _rounds_to(user: ir.Node, grid: Any, marks: Marks) -> bool:
+    mark = marks.get(name_of(user))
+    return (
+        mark is not None and not mark.is_weight and "clip" not in user.metadata_props and _grid(mark) == grid
+    )
 
 
 def keep_apart(model: ir.Model) -> int:

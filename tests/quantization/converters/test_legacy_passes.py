@@ -169,7 +169,14 @@ def muls(gm: nn.Module) -> int:
 
 
 def test_lists_name_the_tasks_in_order() -> None:
-    assert lists == ["equalize_sums", "fuse_bn", "disable_unnecessary_quant", "softmax_in_float", "equalize"]
+    assert lists == [
+        "equalize_sums",
+        "fuse_bn",
+        "disable_unnecessary_quant",
+        "softmax_in_float",
+        "equalize",
+        "one_grid",
+    ]
     originals = ["remove_identity", "getattr_to_shape", "unbind_getitem_to_subtensor"]
     assert [name for name in simplifier_lists.lists if name in originals] == originals
 

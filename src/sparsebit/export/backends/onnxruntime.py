@@ -35,9 +35,8 @@ class OnnxruntimeBackend(Backend):
         rewrites.mean_to_pool(model)
         rewrites.gelu_order(model)
         aliases = rewrites.merge_equal(model, marks)
-        rewrites.hoist(model, marks)
-        absorb_clips(model, marks)
-        aliases |= rewrites.merge_equal(model, marks)
+        while rewrites.hoist(model, marks) + absorb_clips(model, marks):
+            aliases |= rewrites.merge_equal(model, marks)
         packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)

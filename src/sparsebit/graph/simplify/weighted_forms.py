@@ -21,7 +21,18 @@ KEEP_RANK = frozenset(  # the first input has the rank of the output
     {
         *(getattr(nn, name) for name in _ACTIVATIONS),
         *(nn.Identity, nn.Dropout, nn.Dropout2d, nn.GroupNorm, nn.Upsample, nn.PixelShuffle),
-        *(F.relu, F.relu6, F.silu, F.hardswish, F.gelu, F.leaky_relu, F.dropout, F.batch_norm, F.interpolate, F.pad),
+        *(
+            F.relu,
+            F.relu6,
+            F.silu,
+            F.hardswish,
+            F.gelu,
+            F.leaky_relu,
+            F.dropout,
+            F.batch_norm,
+            F.interpolate,
+            F.pad,
+        ),
         *(torch.relu, torch.sigmoid, torch.tanh, torch.cat, torch.Tensor.contiguous, torch.Tensor.relu),
     }
 )

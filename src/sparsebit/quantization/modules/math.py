@@ -1,4 +1,5 @@
-"""Arithmetic. An Add quantizes its inputs when A.QADD.ENABLE_QUANT asks for it; the rest stays float."""
+"""Arithmetic. Additions, and products behind convolutions, quantize their inputs when A.QADD.ENABLE_QUANT asks for it;
+the rest stays float."""
 
 from __future__ import annotations
 
@@ -7,7 +8,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from sparsebit.quantization.modules.activations import QReLU, QReLU6, QSoftmax
+from sparsebit.quantization.common import Backend, get_backend
+from sparsebit.quantization.modules.activations import (
+    QGELU,
+    QHardSigmoid,
+    QHardSwish,
+    QLeakyReLU,
+    QMish,
+    QReLU,
+    QReLU6,
+    QSigmoid,
+    QSiLU,
+    QSoftmax,
+    QTanh,
+)
 from sparsebit.quantization.modules.base import MultipleInputsQuantOpr, Opr, define, register_qmodule, spelled
 from sparsebit.quantization.modules.conv import (
     QConv1d,
@@ -32,7 +46,6 @@ from sparsebit.quantization.modules.shape import Expand, Flatten, Permute, Resha
 from sparsebit.quantization.modules.unary import Cast, Clone, Contiguous, Dropout
 
 QSubtract = define("QSubtract", Opr, *spelled("sub subtract rsub"))
-QMul = define("QMul", Opr, *spelled("mul multiply"))
 QDivide = define("QDivide", Opr, *spelled("truediv div divide true_divide"))
 QFloorDiv = define("QFloorDiv", Opr, *spelled("floordiv floor_divide"))
 QPow = define("QPow", Opr, *spelled("pow float_power square sqrt rsqrt reciprocal"))
@@ -83,10 +96,11 @@ Distance = define(
     *spelled("cosine_similarity pairwise_distance cdist pdist"),
 )
 
-FLOAT_READERS = (QLayerNorm, QRMSNorm, QGroupNorm, QInstanceNorm, QSubtract, QMul, QDivide, QPow, Reduce)
+FLOAT_READERS = (QLayerNorm, QRMSNorm, QGroupNorm, QInstanceNorm, QSubtract, QDivide, QPow, Reduce)
 MOVES = (Flatten, Reshape, Transpose, Permute, Squeeze, Expand, QGetItem, Cast, Clone, Contiguous, Dropout)
 CONVS = (QConv1d, QConv2d, QConv3d, QConvTranspose1d, QConvTranspose2d, QConvTranspose3d)
 WITH_CONV = (QBatchNorm1d, QBatchNorm2d, QBatchNorm3d, QReLU, QReLU6)
+GATES = (QSigmoid, QHardSigmoid, QSiLU, QHardSwish, QMish, QGELU, QTanh, QLeakyReLU)  # in front of a product
 
 
 @register_qmodule(sources=spelled("add"))
@@ -106,6 +120,27 @@ class QAdd(MultipleInputsQuantOpr):
         elif is_float_sum(node, model):
             self.why_float = "its sum is read in float"
         return 0 if self.why_float else super().prepare_input_quantizer(node, model)
+
+
+@register_qmodule(sources=spelled("mul multiply"))
+class QMul(MultipleInputsQuantOpr):
+    """A product of two values. For onnxruntime, behind convolutions, both are quantized (squeeze-and-excite, gates): a
+    convolution is integer only if all of its readers take codes. Elsewhere a product stays float."""
+
+    why_float = "this op is not quantized"
+
+    def __init__(self, org_module: Any = None, config: Any = None):
+        super().__init__(org_module, config)
+        asked = config is not None and config.a.qadd.enable_quant and not config.a.quantizer.disable
+        self.apply_input_quant = bool(asked) and get_backend(config.backend) is Backend.ONNXRUNTIME
+
+    def wants_input_quant(self, config: Any) -> bool:
+        return bool(self.apply_input_quant)
+
+    def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
+        if not any(made_by_conv(x, model, GATES) for x in node.all_input_nodes):
+            return 0
+        return super().prepare_input_quantizer(node, model)
 
 
 def feeds_softmax(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
@@ -134,7 +169,7 @@ def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     """
     for user in node.users if depth else ():
         module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
-        if isinstance(module, FLOAT_READERS):
+        if isinstance(module, (*FLOAT_READERS, QMul)):
             return True
         if isinstance(module, MOVES) and is_read_in_float(user, gm, depth - 1):
             return True
@@ -143,10 +178,12 @@ def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     return False
 
 
-def made_by_conv(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
+def made_by_conv(
+    node: fx.Node, gm: fx.GraphModule, between: tuple[type[Any], ...] = (), depth: int = 8
+) -> bool:
     """Is the value the output of a convolution, behind what is computed together with it, or moved around?"""
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, CONVS):
         return True
-    source = node.args[0] if node.args and isinstance(module, (*MOVES, *WITH_CONV)) else None
-    return depth > 0 and isinstance(source, fx.Node) and made_by_conv(source, gm, depth - 1)
+    source = node.args[0] if node.args and isinstance(module, (*MOVES, *WITH_CONV, *between)) else None
+    return depth > 0 and isinstance(source, fx.Node) and made_by_conv(source, gm, between, depth - 1)

@@ -88,6 +88,9 @@ class Quantizer(nn.Module):
             False  # a weight whose neighbouring codes add up to at most 128, see numeric/pair_sums.py
         )
         self.reuse: Reuse | None = None
+        self.tied: list[
+            Quantizer
+        ] = []  # these, itself included, read one value and get one grid (one_grid.py)
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
         self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
         self.unused = False  # calibration showed it no float data: pass values through until the next one
@@ -196,6 +199,15 @@ class Quantizer(nn.Module):
                 value = nn.Parameter(value, requires_grad=old.requires_grad)
             setattr(self, name, value)
         return self.scale, self.zero_point
+
+    def share_grid(self, others: list[Quantizer]) -> None:
+        """All of these get the grid over the range of all; where scales are learned, they learn the same ones."""
+        low = torch.stack([q.observer.min_val.reshape(-1).to(self.device) for q in others]).amin(0)
+        high = torch.stack([q.observer.max_val.reshape(-1).to(self.device) for q in others]).amax(0)
+        self.calc_qparams_with_minmax(low, high)
+        for other in others:
+            other.observer.min_val, other.observer.max_val = low.clone(), high.clone()
+            other.scale, other.zero_point = self.scale, self.zero_point
 
     def set_unused(self) -> None:
         """No float data came by: stay out of the way. A negative scale carries that through a state_dict."""

@@ -123,6 +123,7 @@ class CalibrationRunner:
                 self._step(node, asym, w_quant, a_quant)
         self._drop_lanes()
         merge_means(self.means.values(), device or torch.device("cpu"))
+        self._share_grids()
         for equalization in self._equalizations():
             self._fold(equalization)
         for mean in self.means.values():
@@ -214,6 +215,14 @@ class CalibrationRunner:
         finally:
             for quantizer in active.values():
                 quantizer.mode = Mode.FLOAT
+
+    def _share_grids(self) -> None:
+        """Quantizers that read one value have one grid."""
+        ties = {id(q.tied): q.tied for q in self._input_quantizers() if q.tied}
+        for tied in ties.values():
+            members = [q for q in tied if not q.unused and not q.absorbed and q.spec == tied[0].spec]
+            if len(members) > 1:
+                members[0].share_grid(members)
 
     def _fold(self, equalization: Any) -> None:
         """Fold, then give the changed weights new scales, and the mean of the changed value its new unit."""

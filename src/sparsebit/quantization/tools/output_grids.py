@@ -71,6 +71,8 @@ class Reader:
     def grid(self) -> Any:
         """Equal for readers whose quantizers become one. Before calibration: those that will see the same values."""
         q = self.quantizer
+        if not q.calibrated and q.tied:
+            return q.spec, self.clipped, id(q.tied)
         if not q.calibrated:
             owner = q if self.calls > 1 else None  # it sees more values than those of this call
             return q.spec, self.clipped, q.TYPE, type(q.observer), self.picked, owner
@@ -89,13 +91,30 @@ class Reader:
 class OutputGrids:
     """Which outputs of a graph are quantized by everything that reads them, and on one grid."""
 
-    def __init__(self, gm: fx.GraphModule):
-        self.gm, self.calls = gm, module_calls(gm)
+    def __init__(self, gm: fx.GraphModule, all_readers: bool = False):
+        """`all_readers`: also those in front of which no quantizer is moved, because others read the same value."""
+        self.gm, self.calls, self.all_readers = gm, module_calls(gm), all_readers
         self.known: dict[fx.Node, list[Reader] | None] = {}
 
     def __contains__(self, node: fx.Node) -> bool:
         readers = self._readers(node)
         return readers is not None and _on_one_grid(readers)
+
+    def readers(self, node: fx.Node) -> list[Reader] | None:
+        """The quantizers that read the output; None: something reads it in float."""
+        return self._readers(node)
+
+    def is_read_elsewhere(self, node: fx.Node) -> bool:
+        """Has the value, or one that it is moved from, a second reader?"""
+        while True:
+            users = [user for user in node.users if not self._reads_size(user)]
+            if len(users) > 1:
+                return True
+            module = module_of(node, self.gm) if node.op == "call_module" else None
+            sources = node.all_input_nodes
+            if not self._between(node, module) or isinstance(module, (Concat, Stack)) or len(sources) != 1:
+                return False
+            node = sources[0]
 
     def differ(self, node: fx.Node) -> bool:
         """Does everything that reads the output quantize it, but on several grids?"""
@@ -126,13 +145,9 @@ class OutputGrids:
         if readers is None:
             return None
         several = len({r.quantizer for r in readers}) > 1
-        if several and _is_moved_once(user, module) and not self._is_one_value(module, readers):
+        if several and _is_moved_once(user, module) and not self.all_readers and not _on_one_grid(readers):
             return None
         return [reader.behind(user, how) for reader in readers]
-
-    def _is_one_value(self, module: Any, readers: list[Reader]) -> bool:
-        """Do the quantizers become one behind the move already? Only then the exporter moves it in front."""
-        return _on_one_grid(readers) and all(r.direct for r in readers) and not isinstance(module, Split)
 
     def _between(self, node: fx.Node, module: Any) -> str:
         """What the op is for a quantizer behind it; "": the quantizer stays behind it."""

@@ -17,6 +17,7 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
 from sparsebit.quantization.converters.fuse_operations.equalize import equalize as _equalize
 from sparsebit.quantization.converters.fuse_operations.equalize import equalize_sums as _equalize_sums
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn as _fuse_bn
+from sparsebit.quantization.converters.fuse_operations.one_grid import one_grid as _one_grid
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory as _reuse_memory
 from sparsebit.quantization.converters.fuse_operations.softmax_in_float import (
     softmax_in_float as _softmax_in_float,
@@ -32,6 +33,7 @@ FUSE_PASSES = [
     _disable_unnecessary_quant,
     _softmax_in_float,
     _equalize,
+    _one_grid,
 ]
 
 
