@@ -30,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "zoo")]
 
-import zoo_speed_models  # noqa: I001  (found by the line above)
+import zoo_speed_models
 
 SLOWEST, CNN_PEER, CNN_FLOAT = 1.05, 0.95, 0.6
 CALIBRATION = 8  # samples

@@ -10,16 +10,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-TORCHVISION = (
-    "resnet18 resnet50 resnext50_32x4d regnet_y_400mf regnet_x_400mf densenet121 googlenet inception_v3 squeezenet1_1 "
-    "mnasnet1_0 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large efficientnet_b0 shufflenet_v2_x1_0 vgg11_bn alexnet"
-).split()
-TIMM = (
-    "mobilenetv2_100 mobilenetv4_conv_small efficientnet_lite0 tf_efficientnet_lite0 tf_efficientnet_b0 ghostnet_100 "
-    "repvgg_a0 mobileone_s0 lcnet_050 tinynet_e fbnetc_100 rexnet_100 hardcorenas_a mixnet_s dla34 res2net50_26w_4s "
-    "hgnetv2_b0 cspresnet50 regnetz_005 fastvit_t8"
-).split()
-TIMM_OTHER = "convnext_atto vit_tiny_patch16_224 deit_tiny_patch16_224 swin_tiny_patch4_window7_224 mobilevit_s poolformer_s12".split()
+TORCHVISION = [
+    "resnet18",
+    "resnet50",
+    "resnext50_32x4d",
+    "regnet_y_400mf",
+    "regnet_x_400mf",
+    "densenet121",
+    "googlenet",
+    "inception_v3",
+    "squeezenet1_1",
+    "mnasnet1_0",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "shufflenet_v2_x1_0",
+    "vgg11_bn",
+    "alexnet",
+]
+TIMM = [
+    "mobilenetv2_100",
+    "mobilenetv4_conv_small",
+    "efficientnet_lite0",
+    "tf_efficientnet_lite0",
+    "tf_efficientnet_b0",
+    "ghostnet_100",
+    "repvgg_a0",
+    "mobileone_s0",
+    "lcnet_050",
+    "tinynet_e",
+    "fbnetc_100",
+    "rexnet_100",
+    "hardcorenas_a",
+    "mixnet_s",
+    "dla34",
+    "res2net50_26w_4s",
+    "hgnetv2_b0",
+    "cspresnet50",
+    "regnetz_005",
+    "fastvit_t8",
+]
+TIMM_OTHER = [
+    "convnext_atto",
+    "vit_tiny_patch16_224",
+    "deit_tiny_patch16_224",
+    "swin_tiny_patch4_window7_224",
+    "mobilevit_s",
+    "poolformer_s12",
+]
 SEGMENTATION = ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"]
 
 

@@ -83,6 +83,41 @@ def mean_to_pool(model: ir.Model) -> int:
     return changed
 
 
+def fold_pads(model: ir.Model) -> int:
+    """Zeros around the height and width of a convolution's input are `pads` of the convolution."""
+    changed = 0
+    for node in list(model.graph):
+        x = node.inputs[0] if node.op_type == "Conv" else None
+        pad = x.producer() if x is not None else None
+        amounts = _zeros_around(pad) if pad is not None and pad.op_type == "Pad" else None
+        if (
+            pad is None
+            or amounts is None
+            or ("auto_pad" in node.attributes and node.attributes["auto_pad"].as_string() != "NOTSET")
+        ):
+            continue
+        old = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else [0] * len(amounts)
+        node.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(old, amounts)])
+        node.replace_input_with(0, pad.inputs[0])
+        changed += 1
+    return changed
+
+
+def _zeros_around(pad: ir.Node) -> list[int] | None:
+    """As `pads` of a convolution has them: the beginnings of all axes, then the ends."""
+    mode = pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
+    amounts, value = array_of(pad.inputs[1]), array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
+    has_value = len(pad.inputs) > 2 and pad.inputs[2] is not None
+    if mode != "constant" or amounts is None or (has_value and (value is None or value.any())):
+        return None
+    if any(x is not None for x in pad.inputs[3:]):
+        return None  # for some axes only
+    begins, ends = amounts.reshape(2, -1).tolist()
+    if any(begins[:2] + ends[:2]) or min(begins + ends) < 0:
+        return None
+    return [*begins[2:], *ends[2:]]
+
+
 def gelu_order(model: ir.Model) -> int:
     """x * (0.5 * (1 + erf)) -> (x * (1 + erf)) * 0.5, which onnxruntime knows as Gelu; halving is exact."""
     changed = 0

@@ -23,13 +23,14 @@ def why_float(model: ir.Model) -> dict[str, str]:
     for node in model.graph:
         if node.domain or node.op_type not in (*EXPLAINED, *NO_KERNEL, *SMOOTH):
             continue
-        reason = _reason(node)
+        reason = reason_of(node)
         if reason:
             found[f"{module_of(node)} ({node.op_type})"] = reason
     return found
 
 
-def _reason(node: ir.Node) -> str:
+def reason_of(node: ir.Node) -> str:
+    """Why this op stays float; empty: it does not."""
     if node.op_type in NO_KERNEL:
         return f"onnxruntime has no integer kernel for {node.op_type}"
     if node.op_type in SMOOTH or _is_silu(node):
@@ -44,11 +45,16 @@ def _reason(node: ir.Node) -> str:
     if node.op_type == "Add" and any(_is_constant(value) for value in node.inputs):
         return ""  # a bias, not a residual addition
     for value in node.inputs[:2] if node.op_type in WEIGHTED else node.inputs:
-        if value is not None:
+        if value is not None and not _is_stored_as_float(value):
             reason = _input_reason(value)
             if reason:
                 return reason
     return _output_reason(node.outputs[0]) if NEEDS_OUTPUT[node.op_type] else ""
+
+
+def _is_stored_as_float(value: ir.Value) -> bool:
+    """A weight on its grid that `float_weights` has unpacked: its layer is float for another reason."""
+    return array_of(value) is not None and str(value.name).endswith("/DQ/out")
 
 
 def _is_silu(node: ir.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import traceback
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+log = logging.getLogger("sparsebit")
 OWN = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 
 
@@ -35,6 +37,20 @@ def island(path: str, error: BaseException) -> Island:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OWN)]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
     return Island(path, f"{type(error).__name__}: {text}", line)
+
+
+def warn_of(islands: Mapping[str, Island]) -> None:
+    """One line for each reason, with the first two of the islands that it made."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for found in islands.values():
+        reasons.setdefault((found.error, found.line), []).append(found.path or "the model")
+    for (error, line), paths in reasons.items():
+        more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+        shown = line if len(line) <= 100 else f"{line[:100]} ..."
+        log.warning(
+            "not traced, runs as it is: %s%s: %s%s",
+            ", ".join(paths[:2]), more, error, f" ({shown})" if shown else "",
+        )  # fmt: skip
 
 
 class Whole(nn.Module):

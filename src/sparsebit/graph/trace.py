@@ -75,8 +75,6 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     gm.meta["signature"] = signature
     unsaid = _unsaid(signature, example) if tracer.as_shown else {}
     gm.meta["fixed"] = {} if graph is None else _fixed(signature, {**unsaid, **tracer.inputs})
-    for found in gm.meta["islands"].values():
-        log.warning("not traced, runs as it is: %s", found)
     for node in gm.graph.nodes:
         node.meta["path"] = _path_of(node, gm)
     return gm

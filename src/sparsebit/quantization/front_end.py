@@ -11,6 +11,7 @@ from torch import fx, nn
 from sparsebit.errors import ConfigError, TraceError
 from sparsebit.graph.feeding import as_call, to_device
 from sparsebit.graph.inputs import as_traced, make_unread_optional
+from sparsebit.graph.islands import warn_of
 from sparsebit.graph.trace import Call, trace, unwrapped
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
@@ -36,9 +37,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None if example is None else _on_device(as_call(example, inspect.signature(model.forward)), model)
     if front_end == "fx":
-        gm = trace(model, QTracer(config.skip_trace_modules), call)
-        make_unread_optional(gm)
-        return gm
+        return _by_fx(model, config, call)
     if call is None:
         raise TraceError(
             'trace="export" needs an example: QuantModel(model, config, example=batch, trace="export")'
@@ -47,6 +46,18 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
 
     gm = _finished(trace_export(model, call[0], dict(call[1])))
     gm.meta["signature"] = inspect.signature(model.forward)
+    return gm
+
+
+def _by_fx(model: nn.Module, config: QuantConfig, call: Call | None) -> fx.GraphModule:
+    """torch.fx. Where that leaves islands, an `if` on sizes goes the way of the example, which the graph checks."""
+    gm = trace(model, QTracer(config.skip_trace_modules), call)
+    if gm.meta["islands"] and call is not None:
+        decided = trace(model, QTracer(config.skip_trace_modules, decides=True), call)
+        if len(decided.meta["islands"]) < len(gm.meta["islands"]):
+            gm = decided
+    warn_of(gm.meta["islands"])
+    make_unread_optional(gm)
     return gm
 
 

@@ -1,7 +1,7 @@
 """How a traced model becomes a quantized one: the passes, in order. Read this file first.
 
-    trace -> simplify -> open_silu -> to_qmodules -> insert_input_quantizers -> build_quantizers -> equalize_sums
-          -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float -> equalize -> one_grid
+    trace -> simplify -> open_silu -> to_qmodules -> pads_into_convs -> insert_input_quantizers -> build_quantizers
+          -> equalize_sums -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float -> equalize -> one_grid
 
 Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, times, lints and checks them.
 """
@@ -23,6 +23,7 @@ from sparsebit.graph.simplify import SIMPLIFIERS
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.converters.islands import quantize_inside
 from sparsebit.quantization.converters.open_silu import open_silu
+from sparsebit.quantization.converters.pads_into_convs import pads_into_convs
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
@@ -120,7 +121,7 @@ __all__ = [
     "SIMPLIFIERS",
     "BuildContext",
 ]
-CONVERT_PASSES = [open_silu, to_qmodules]
+CONVERT_PASSES = [open_silu, to_qmodules, pads_into_convs]
 QUANTIZER_PASSES = [insert_input_quantizers, build_quantizers]
 PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 

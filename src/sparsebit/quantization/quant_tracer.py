@@ -9,5 +9,5 @@ from sparsebit.quantization.modules import is_known
 
 
 class QTracer(LeafTracer):
-    def __init__(self, skipped_module_names: Sequence[str] = ()):
-        super().__init__(skipped_module_names, is_known=is_known)
+    def __init__(self, skipped_module_names: Sequence[str] = (), decides: bool = False):
+        super().__init__(skipped_module_names, is_known=is_known, decides=decides)

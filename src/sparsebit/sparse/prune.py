@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.graph.inputs import guard_inputs
-from sparsebit.graph.islands import Island, as_one_node
+from sparsebit.graph.islands import Island, as_one_node, warn_of
 from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace, unwrapped
 from sparsebit.graph.training import set_training, training_flags
 from sparsebit.sparse.batches import refuse_arrays
@@ -84,6 +84,7 @@ def first_graph(model: nn.Module, example: Call | None) -> fx.GraphModule:
     check_model(model)
     known = lambda op: op in SMODULE_MAP or op in OPEN
     gm = trace(model, LeafTracer(is_known=known, decides=True), example)
+    warn_of(gm.meta["islands"])
     gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *gm.meta["unread"]]  # of a merged one
     gm.meta["training"] = training_flags(gm) | training_flags(model)
     return gm

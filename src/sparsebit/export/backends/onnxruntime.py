@@ -28,18 +28,21 @@ class OnnxruntimeBackend(Backend):
         from sparsebit.export.bias import integer_bias
         from sparsebit.export.blocks import packed_products
         from sparsebit.export.clips import absorb_clips
+        from sparsebit.export.float_weights import store_as_float
         from sparsebit.export.qdq import lower_marks
 
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
         marks = {name: mark if mark.is_weight else mark.unsigned() for name, mark in marks.items()}
         rewrites.mean_to_pool(model)
         rewrites.gelu_order(model)
+        rewrites.fold_pads(model)
         aliases = rewrites.merge_equal(model, marks)
         while rewrites.hoist(model, marks) + absorb_clips(model, marks):
             aliases |= rewrites.merge_equal(model, marks)
         packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
+        store_as_float(model, marks)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)
         return lowered

@@ -1,7 +1,7 @@
-"""settle_ranks: `x.ndim` becomes a number where the ops in front of it fix it, and a check of such numbers that holds goes.
+"""settle_ranks: `x.ndim` becomes a number where the ops in front of it fix it; a check of it that holds is removed.
 
-timm's norms begin with `torch._assert(x.ndim == 4, ...)`. The check is a second reader of the convolution's output, which
-would keep a batch norm from being folded.
+timm's norms begin with `torch._assert(x.ndim == 4, ...)`. The check is a second reader of the convolution's output,
+which would keep a batch norm from being folded.
 """
 
 from __future__ import annotations

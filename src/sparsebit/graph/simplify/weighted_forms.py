@@ -16,7 +16,22 @@ from sparsebit.graph.grouped import Experts, grouped_mm
 from sparsebit.graph.ops import ADDS, is_op, op_of
 
 Made = tuple[type[nn.Module], dict[str, Any]]  # a class and its options
-_ACTIVATIONS = "ReLU ReLU6 SiLU Hardswish Hardsigmoid LeakyReLU GELU Sigmoid Tanh ELU Mish PReLU Hardtanh Softplus".split()
+_ACTIVATIONS = [
+    "ReLU",
+    "ReLU6",
+    "SiLU",
+    "Hardswish",
+    "Hardsigmoid",
+    "LeakyReLU",
+    "GELU",
+    "Sigmoid",
+    "Tanh",
+    "ELU",
+    "Mish",
+    "PReLU",
+    "Hardtanh",
+    "Softplus",
+]
 KEEP_RANK = frozenset(  # the first input has the rank of the output
     {
         *(getattr(nn, name) for name in _ACTIVATIONS),

@@ -1,7 +1,7 @@
 """open_silu: behind a convolution, SiLU becomes x * sigmoid(x) for onnxruntime, which has integer kernels for both ops.
 
-QLinearSigmoid and QLinearMul take 0.7 of the time of Dequantize, SiLU, Quantize. The sigmoid is rounded to 8 bits for it:
-x times its error is at most about half a step of the output.
+QLinearSigmoid and QLinearMul take 0.7 of the time of Dequantize, SiLU, Quantize. The sigmoid is rounded to 8 bits for
+it: x times its error is at most about half a step of the output.
 """
 
 from __future__ import annotations

@@ -28,8 +28,11 @@ class _Conv(QuantOpr):
         """The options of the original's `F.conv2d(x, weight, bias, **fwd_kwargs)`; `padding_mode` is not among them."""
         return {name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")}
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, pad: list[int] | None = None) -> Tensor:
+        """`pad`: zeros to add around the quantized input (converters/pads_into_convs.py)."""
         x, weight = self.quantized_input(input), self.quantized_weight()
+        if pad is not None:
+            x = nn.functional.pad(x, pad)
         return self._conv_forward(x, weight, self.current_bias)
 
     @property

@@ -72,7 +72,7 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _always_together(conv: fx.Node, bn: fx.Node, gm: fx.GraphModule) -> list[fx.Node] | None:
-    """The other calls of this BatchNorm, if each call of the layer is read by one of its calls only; None: they part."""
+    """The other calls of this BatchNorm, if each call of the layer has one reader, which is a call of it; else None."""
     layers = [n for n in gm.graph.nodes if n.op == "call_module" and n.target == conv.target]
     norms = [n for n in gm.graph.nodes if n.op == "call_module" and n.target == bn.target]
     pairs = [(layer, *layer.users) for layer in layers]
