@@ -1,6 +1,6 @@
 """Our int8 file beside the float file and beside the one of onnxruntime's own `quantize_static`, over a zoo.
 
-    python benchmarks/zoo_speed.py [--models resnet18 yolo ...] [--batches 1 8] [--save speed.json] [--page docs/zoo-speed.md]
+    python benchmarks/zoo_speed.py [--models resnet18 yolo ...] [--batches 1 8] [--save speed.json]
 
 One process per model. `quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ,
 uint8 activations and int8 weights per channel. The three files are timed in turns, on all cores, in plain sessions; the
@@ -224,7 +224,7 @@ def main() -> None:
         print("ROW " + json.dumps(measure(args.one, args.batches, args.seconds)))
         return
     print(
-        f"{platform.processor() or platform.machine()}, one process per model; time ours / float, ours / quantize_static"
+        f"{platform.processor() or platform.machine()}; for each batch size: time ours / float, ours / quantize_static"
     )
     rows = []
     for name in args.models:

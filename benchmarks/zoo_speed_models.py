@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class Yolo(nn.Module):
         self.stem = ConvBnSiLU(3, widths[0], 3, 2)
         self.stages = nn.ModuleList(
             nn.Sequential(ConvBnSiLU(a, b, 3, 2), C2f(b, 1 + (i > 0)))
-            for i, (a, b) in enumerate(zip(widths, widths[1:]))
+            for i, (a, b) in enumerate(pairwise(widths))
         )
         self.squeeze, self.pool, self.spread = (
             ConvBnSiLU(256, 128),
@@ -174,7 +175,7 @@ class UNet(nn.Module):
             nn.Conv2d(b, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(),
         )  # fmt: skip
         w = [width * 2**i for i in range(4)]
-        self.down = nn.ModuleList(block(a, b) for a, b in zip([3, *w], w))
+        self.down = nn.ModuleList(block(a, b) for a, b in pairwise([3, *w]))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in zip(w[:0:-1], w[-2::-1]))
         self.merge = nn.ModuleList(block(2 * b, b) for b in w[-2::-1])
         self.head = nn.Conv2d(width, 5, 1)

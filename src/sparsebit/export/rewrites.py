@@ -90,11 +90,8 @@ def fold_pads(model: ir.Model) -> int:
         x = node.inputs[0] if node.op_type == "Conv" else None
         pad = x.producer() if x is not None else None
         amounts = _zeros_around(pad) if pad is not None and pad.op_type == "Pad" else None
-        if (
-            pad is None
-            or amounts is None
-            or ("auto_pad" in node.attributes and node.attributes["auto_pad"].as_string() != "NOTSET")
-        ):
+        auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+        if pad is None or amounts is None or auto != "NOTSET":
             continue
         old = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else [0] * len(amounts)
         node.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(old, amounts)])

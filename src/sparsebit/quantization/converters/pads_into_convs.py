@@ -23,11 +23,11 @@ ZEROS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in list(gm.graph.nodes):
-        conv = module_of(node, gm) if node.op == "call_module" else None
+        conv: Any = module_of(node, gm) if node.op == "call_module" else None
         pad = node.args[0] if isinstance(conv, CONVS) and len(node.args) == 1 else None
         if not isinstance(pad, fx.Node) or len(pad.users) > 1 or pad.op != "call_module" or node.kwargs:
             continue
-        amounts = _amounts(pad, module_of(pad, gm), len(conv.kernel_size))  # type: ignore[union-attr]
+        amounts = _amounts(pad, module_of(pad, gm), len(conv.kernel_size))
         if amounts is None:
             continue
         node.args, node.kwargs = (pad.args[0],), {"pad": amounts}

@@ -41,7 +41,7 @@ def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
             changed += _quantize_operands(node, gm)
         if isinstance(module, PRODUCERS):
             changed += _quantize_before_clips(node, gm)
-            changed += _tie(OutputGrids(gm, all_readers=True).readers(node) or [])
+            changed += _tie(OutputGrids(gm, all_readers=True).readers(node) or [], gm)
     return changed
 
 
@@ -78,15 +78,13 @@ def _insert(gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: 
     quantizer.name = f"{call.name}.input_quantizer"
 
 
-def _tie(readers: list[Reader]) -> int:
+def _tie(readers: list[Reader], gm: fx.GraphModule) -> int:
     """All of them have one range from now on."""
     if not readers or not _is_for_onnxruntime(readers):
         return 0
     found = list(dict.fromkeys(r.quantizer for r in readers))
     same = len({(r.quantizer.spec, r.clipped) for r in readers}) == 1
-    joined = any(
-        isinstance(module_of(n, n.graph.owning_module), (Concat, Stack)) for r in readers for n in r.picked
-    )  # type: ignore[arg-type]
+    joined = any(_joins(n, gm) for r in readers for n in r.picked)
     if len(found) < 2 or not same or joined or found[0].is_perchannel:
         return 0
     tie = list(dict.fromkeys(q for first in found for q in (first.tied or [first])))
@@ -97,3 +95,7 @@ def _tie(readers: list[Reader]) -> int:
 
 def _is_for_onnxruntime(readers: Iterable[Reader]) -> bool:
     return all(r.quantizer.backend is Backend.ONNXRUNTIME for r in readers)
+
+
+def _joins(node: fx.Node, gm: fx.GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(module_of(node, gm), (Concat, Stack))
