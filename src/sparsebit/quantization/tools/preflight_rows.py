@@ -162,10 +162,10 @@ class RowBuilder:
                 return "its input is not floating-point"
             return "absorbed" if quantizers else getattr(module, "why_float", "this op is not quantized")
         if isinstance(module, MultipleInputsQuantOpr):
-            if not module.wants_input_quant(self.config):
-                return "A.QADD.ENABLE_QUANT is off"
             if getattr(module, "why_float", ""):
                 return str(module.why_float)
+            if not module.wants_input_quant(self.config):
+                return "A.QADD.ENABLE_QUANT is off"
             return "its input is not floating-point" if module.input_quantizer_generated else "one input only"
         if isinstance(module, Opr):
             return "moves values only" if moves_values(module) else "this op is not quantized"
