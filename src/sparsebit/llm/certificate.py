@@ -6,6 +6,7 @@ without Sparsebit, and their logits are compared with those of `llm.load`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebit.errors import ConfigError, ExportError
+from sparsebit.errors import ConfigError, ExportError, ReaderError
 from sparsebit.graph.feeding import as_call, first_of, signature_of
 from sparsebit.llm.checkpoint import load
 from sparsebit.llm.plan import Grids, choices, is_transformers, mixed, plan_of
 from sparsebit.llm.readers import READERS, Plan, Reader, Row, Verdict
+from sparsebit.llm.report import Report
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.walk import Job
 
@@ -35,7 +37,7 @@ class Certificate:
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that transformers runs, else the first that somebody runs."""
-        self.source, self.job = source, job
+        self.source, self.job, self.force = source, job, grids.force
         self.inputs: dict[str, Tensor] = {}
         tried = []
         for specs in choices(source, job.format, grids):
@@ -47,6 +49,7 @@ class Certificate:
                 break
         specs, self.plan, self.verdicts = next((choice for choice in tried if somebody(choice[2])), tried[0])
         check_verdicts(self.verdicts, grids.force)
+        warn_early(self.verdicts)
         job.specs.update(specs)
 
     def sampled(self, batches: Any) -> Any:
@@ -76,6 +79,19 @@ class Certificate:
                 self.verdicts[name] = reader.judge(self.plan)
         return certify(folder, self.plan, self.verdicts, self.inputs)
 
+    def check(self, report: Report) -> None:
+        """An error where a reader should run the folder and does not; `force` makes a warning of it."""
+        failed = [row for row in report.readers if row.state == "failed"]
+        for row in failed if self.force else ():
+            log.warning("%s", row)
+        if failed and not self.force:
+            raise ReaderError(
+                f"{report.folder}: {'; '.join(map(str, failed))}. The folder is kept, llm.load reads it, and its "
+                "README.md says who does not run it. Try another format, or bits and group_size of your own; "
+                "force=True (--force) accepts the folder as it is. Please report it with the name of the model",
+                report,
+            )
+
 
 def verdicts_on(plan: Plan) -> dict[str, Verdict]:
     """What each reader says."""
@@ -98,6 +114,20 @@ def check_verdicts(verdicts: Mapping[str, Verdict], force: bool) -> None:
     )
 
 
+def warn_early(verdicts: Mapping[str, Verdict]) -> None:
+    """Said before the long work: the reader that most people use will not run the checkpoint."""
+    reason = verdicts.get(FIRST, Verdict()).reason
+    if reason:
+        others = [name for name, verdict in verdicts.items() if not verdict.reason]
+        log.warning(
+            "%s %s will not run this checkpoint: %s; written for: %s",
+            FIRST,
+            READERS[FIRST]().version(),
+            reason,
+            ", ".join(others) or "llm.load",
+        )
+
+
 def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """Words that readers want in quantization_config."""
     return {k: v for verdict in verdicts.values() if not verdict.reason for k, v in verdict.settings.items()}
@@ -106,7 +136,7 @@ def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
 def certify(
     folder: Path, plan: Plan, verdicts: Mapping[str, Verdict], inputs: Mapping[str, Tensor]
 ) -> list[Row]:
-    """One row per reader. A reader that should run the folder and does not is a warning, too."""
+    """One row per reader."""
     rows, ours = [], None
     for name, verdict in verdicts.items():
         reader = READERS[name]()
@@ -123,9 +153,6 @@ def certify(
                 continue
             ours = _logits(folder, inputs) if ours is None else ours
             rows.append(_compared(reader, folder, inputs, ours))
-    for row in rows:
-        if row.state == "failed":
-            log.warning("%s", row)
     return rows
 
 
@@ -170,6 +197,7 @@ def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: 
 def _logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
     out = load(folder, dtype=torch.float32)(**inputs)
     found: Tensor = out.logits if hasattr(out, "logits") else out[0]
+    gc.collect()  # a loaded model knows how to save itself, so it is a cycle
     return found.float()
 
 

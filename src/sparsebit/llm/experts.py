@@ -164,7 +164,8 @@ def fold_back(
             tensors[_dotted(name, "weight")] = tensors[_dotted(name, "weight")].T.contiguous()
         for leaf, stack in stacks_of(module):
             parts = naming(_dotted(name, leaf), stack.shape)
-            if any(_dotted(name, part.layer) in packed for part in parts):
+            whole = _dotted(name, leaf) in tensors
+            if whole or any(_dotted(name, part.layer) in packed for part in parts):
                 continue
             experts: list[list[Tensor]] = [[] for _ in range(len(stack))]
             for part in parts:

@@ -21,6 +21,7 @@ def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise ConfigError(
             "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
         )
+    check_transformers()
     from transformers import AutoConfig
 
     try:
@@ -40,6 +41,28 @@ def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     return model
 
 
+def check_transformers() -> None:
+    """One package that cannot be imported, such as torchvision, stops all of transformers, under another name."""
+    import transformers
+
+    try:
+        transformers.PreTrainedModel  # noqa: B018 (it is imported when it is looked for)
+    except ImportError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"{type(cause).__name__}: {first_line(cause)}"
+        hint = "repair the package that this names"
+        if "torchvision" in what:
+            hint = (
+                f"install the torchvision that belongs to torch {torch.__version__}, or uninstall it: "
+                "models of text do not need it"
+            )
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot be imported: {what}; {hint}"
+        ) from error
+
+
 def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     """The class that `architectures` names; where nothing is named, the language model of this config."""
     import transformers
@@ -56,11 +79,23 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint that holds one JSON object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {first_line(error)}; copy or download it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds no JSON object; copy or download it again")
     return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
