@@ -48,6 +48,11 @@ class Certificate:
                 tried = tried[-1:]
                 break
         specs, self.plan, self.verdicts = next((choice for choice in tried if somebody(choice[2])), tried[0])
+        if not specs:
+            raise ConfigError(
+                f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
+                "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
+            )
         check_verdicts(self.verdicts, grids.force)
         warn_early(self.verdicts)
         job.specs.update(specs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     if not names:
         return transformers.AutoModelForCausalLM._model_mapping[type(settings)]
     found = getattr(transformers, names[0], None)
-    if not isinstance(found, type):
+    if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
+        usual: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
+        found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
+    if found is None:
         raise ConfigError(
             f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
             "does not have; models with code of their own are loaded by you and passed as a module"
@@ -97,6 +101,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def make_up(model: Any, names: list[str]) -> list[str]:
+    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; says which."""
+    patterns = [
+        pattern
+        for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+        for pattern in getattr(model, kind, None) or ()
+    ]
+    found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in found):
+        module = model.get_submodule(owner).to_empty(device="cpu")
+        with torch.no_grad():
+            model._init_weights(module)
+    return found
 
 
 def tie_weights(model: Any, there: set[str] | None = None) -> None:

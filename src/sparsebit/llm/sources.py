@@ -19,7 +19,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.blocks import find_blocks
 from sparsebit.llm.experts import Naming, unfold
 from sparsebit.llm.names import Names
-from sparsebit.llm.skeleton import first_line, read_config, read_json, skeleton, tie_weights
+from sparsebit.llm.skeleton import first_line, make_up, read_config, read_json, skeleton, tie_weights
 
 
 class InMemory:
@@ -93,10 +93,10 @@ class OnDisk(InMemory):
         self.names.known = self.plan.renamed()
         self.extra = tuple(self.plan.extra)
         self.dtypes = _dtypes(self.model)
-        self._complain()
+        self.made_up = set(self._complain())
         rest = [name for name in self.names.state if not self.layout.inside(name)]
         self.model.load_state_dict(self._read(rest), strict=False, assign=True)
-        tie_weights(self.model, set(self.plan.made))
+        tie_weights(self.model, set(self.plan.made) | self.made_up)
 
     def block(self, index: int) -> nn.Module:
         block, prefix = copy.deepcopy(self.blocks[index]), self.layout.prefix(index)
@@ -114,18 +114,24 @@ class OnDisk(InMemory):
     def extras(self) -> dict[str, Tensor]:
         return dict(read_tensors(self.files, self.extra))
 
-    def _complain(self) -> None:
-        """Every tensor of the model has to come from the files, before anything else is done."""
+    def _complain(self) -> list[str]:
+        """Every tensor of the model has to come from the files, before anything else is done.
+
+        Those that the class computes are made here, and named.
+        """
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         there = set(self.plan.made)
         there |= {name for pair in tied.items() if there & set(pair) for name in pair}
         there |= {a for a, b in tied.items() if b in there}
         missing = [name for name in self.names.state if name not in there]
+        made = make_up(self.model, [name for name in missing if not self.layout.inside(name)])
+        missing = [name for name in missing if name not in made]
         if missing:
             raise ConfigError(
                 f"{self.folder}: {len(missing)} tensors of {type(self.model).__name__} are not in its files, such as "
                 f"{missing[0]!r}; load it with transformers and pass the model instead of the folder"
             )
+        return made
 
     def _shape(self, key: str) -> list[int]:
         with opened(self.files[key]) as file:
