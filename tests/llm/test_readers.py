@@ -111,6 +111,21 @@ def test_it_runs_or_was_refused(name, source, tmp_path, caplog):
     assert difference < 1e-3  # where transformers unpacks, weights are rounded to the dtype of the scales
 
 
+def test_experts_in_bfloat16_go_where_the_reader_sends_them(tmp_path):
+    """transformers rounds unpacked experts to bfloat16; a token that goes to another expert is no failure."""
+    sizes = {"n_routed_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4, "hidden_size": 128}
+    model, _ = ARCHITECTURES["DeepseekV3ForCausalLM"](**sizes)
+    for parameter in model.parameters():
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    batch = {"input_ids": torch.randint(3, 90, (2, 48))}
+    report = llm.quantize(model.bfloat16(), [batch], save=tmp_path, method="rtn")
+    assert report.readers[0].state == "runs"
+    certificate = importlib.import_module("sparsebit.llm.certificate")
+    ours, logits = certificate._Ours(tmp_path, batch), theirs(tmp_path, batch, tmp_path)
+    exact = ours.logits("experts")
+    assert (logits - exact).norm() < 1e-5 * exact.norm() < (logits - ours.logits()).norm()
+
+
 def test_the_table_of_architectures_has_every_kind():
     kinds = {"dense", "conv1d", "moe", "mla", "ssm", "encoder-decoder", "vision-language"}
     assert {row.kind for row in ARCHITECTURES.values()} == kinds and len(ARCHITECTURES) >= 30

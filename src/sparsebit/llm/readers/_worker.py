@@ -100,6 +100,7 @@ def run(torch, transformers, ask):
     found["unexpected_keys"] = [key for key in found["unexpected_keys"] if key not in ask["extra"]]
     if any(found.values()):
         return {"info": found}
+    torch.nn.Module.float(model)  # experts that were unpacked are in the dtype of their scales
     inputs = load_file(ask["inputs"])
     with torch.no_grad():
         out = model.eval()(**inputs)
