@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from sparsebit.llm.experts import Part, own_parts, stacks_of
 
+COLUMNS = 3  # of rows that are numbered; recipes drop a dimension of size 1
+
 
 @dataclass
 class Entry:
@@ -35,6 +37,10 @@ class Plan:
     entries: dict[str, Entry]  # by the first tensor that the entry makes
     made: dict[str, str]  # tensor of the model -> its entry
     extra: list[str]  # keys of the files that the model has no place for
+
+    def renamed(self) -> dict[str, str]:
+        """Tensors of the model that the files have as they are, and their keys there."""
+        return {name: entry.keys[0] for name, entry in self.entries.items() if entry.how is None}
 
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
         """The keys that these tensors of the model are made from."""
@@ -167,7 +173,7 @@ class Names:
     def _name_experts(self, stack: str, tensor: Tensor) -> None:
         """The layers of a stack. Rows are numbered and sent through the recipe: what arrives says who has them."""
         owner, experts, rows = stack.rpartition(".")[0], tensor.shape[0], tensor.shape[1]
-        numbers = torch.arange(experts * rows).reshape(experts, rows, 1)
+        numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
             files = self._reverted({stack: numbers}) if self.key(stack) is None else {}
         except (RuntimeError, ValueError, StopIteration):  # the recipe needs more than this one tensor
@@ -208,7 +214,7 @@ def packed_layers(keys: Iterable[str], suffixes: Sequence[str]) -> set[str]:
 
 def _part(key: str, ids: Tensor, rows: int) -> Part | None:
     """The rows that a key holds; None unless they are a run of rows of one expert."""
-    if ids.dim() != 2 or ids.shape[1] != 1 or not key.endswith(".weight"):
+    if ids.dim() != 2 or ids.shape[1] != COLUMNS or not key.endswith(".weight"):
         return None
     first = int(ids[0, 0])
     if not torch.equal(ids[:, 0], torch.arange(first, first + len(ids))) or first % rows + len(ids) > rows:

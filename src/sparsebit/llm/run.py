@@ -166,6 +166,7 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
         store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left
     )
     write_card(report, store.state["run"], certificate.plan.config)
+    certificate.check(report)
     return report
 
 

@@ -8,6 +8,7 @@
 It ends when its input ends, or when nobody asked for a while, so that it does not hold memory during a long run.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -47,8 +48,9 @@ def prepare():
     return torch, transformers
 
 
-def class_of(transformers, name):
-    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+def class_of(transformers, name, config):
+    """The class of that name; where only the spelling differs, the language model of the config."""
+    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def probe(torch, transformers, ask):
@@ -58,28 +60,47 @@ def probe(torch, transformers, ask):
         name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
         for name, (shape, kind) in ask["tensors"].items()
     }
-    _, info = class_of(transformers, ask["architecture"]).from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=torch.float32,
-        device_map={"": "meta"},
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with still_packed():
+        _, info = class_of(transformers, ask["architecture"], config).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=torch.float32,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     return {"info": listed(info)}
+
+
+@contextlib.contextmanager
+def still_packed():
+    """Layers stay packed after loading; compressed-tensors does not unpack what has no memory."""
+    try:
+        from compressed_tensors.compressors import ModelCompressor
+    except ImportError:  # a format that does not need it
+        yield
+        return
+    unpack = ModelCompressor.decompress_model
+    ModelCompressor.decompress_model = lambda self, model: None
+    try:
+        yield
+    finally:
+        ModelCompressor.decompress_model = unpack
 
 
 def run(torch, transformers, ask):
     from safetensors.torch import load_file, save_file
 
-    model, info = class_of(transformers, ask["architecture"]).from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(ask["folder"])
+    model, info = class_of(transformers, ask["architecture"], config).from_pretrained(
         ask["folder"], dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
     )
     found = listed(info)
     found["unexpected_keys"] = [key for key in found["unexpected_keys"] if key not in ask["extra"]]
     if any(found.values()):
         return {"info": found}
+    torch.nn.Module.float(model)  # experts that were unpacked are in the dtype of their scales
     inputs = load_file(ask["inputs"])
     with torch.no_grad():
         out = model.eval()(**inputs)
