@@ -58,6 +58,7 @@ class OutputNoise:
     labels_differ: int = 0
     holds_labels: bool = False  # whole numbers, such as classes or indices: right or wrong, but not near
     last: Array | None = field(default=None, repr=False)
+    guess: float = 0.0  # in `moving`, of a single input: until there is another one
 
     def add(self, expected: Array, got: Array, targets: Sequence[Shape] = ()) -> None:
         if expected.shape != got.shape:
@@ -81,12 +82,15 @@ class OutputNoise:
 
     def _moving(self, x: Array) -> float:
         """Of several inputs, what differs from their mean; of a single one, what differs from the one before."""
-        before, self.last = self.last, x
         if x.ndim and x.shape[0] > 1:
             return float(((x - x.mean(0)) ** 2).sum())
-        if before is not None and before.shape == x.shape:
-            return float(((x - before) ** 2).sum()) / 2
-        return float(((x - x.mean()) ** 2).sum()) if x.size else 0.0
+        before, self.last = self.last, x
+        if before is None or before.shape != x.shape:
+            self.guess = float(((x - x.mean()) ** 2).sum()) if x.size else 0.0
+            return self.guess
+        apart, guess = float(((x - before) ** 2).sum()) / 2, self.guess
+        self.guess = 0.0
+        return apart + (apart - guess if guess else 0.0)
 
     @property
     def noise_db(self) -> float:

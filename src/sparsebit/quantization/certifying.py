@@ -44,8 +44,9 @@ NBITS = (
 )
 HALF_A_STEP = 0.51  # the model rounds a bias to the same grid, or not at all
 ELSEWHERE = (
-    "compared in onnxruntime with optimisations off, because the file is for another runtime; the line `in onnxruntime` "
-    "is a plain session, which does not decide here; for onnxruntime itself export with BACKEND: onnxruntime"
+    "compared in onnxruntime with optimisations off, because the file is for another runtime; the line "
+    "`in onnxruntime` is a plain session, which does not decide here; for onnxruntime itself export with "
+    "BACKEND: onnxruntime"
 )
 
 

@@ -36,7 +36,9 @@ def verify(
         raise InputError(f"{file}: no such file")
     folder = run or file.parent
     if run is None and not (folder / ABOUT).is_file():
-        raise InputError(f"{file}: {folder} is no folder of a run: it has no run.json; name the run with --run")
+        raise InputError(
+            f"{file}: {folder} is no folder of a run: it has no run.json; name the run with --run"
+        )
     start()
     import sparsebit
     from sparsebit.cli import work
@@ -60,8 +62,14 @@ def file_of(folder: Path) -> Path:
         return folder / ONNX
     if (folder / ABOUT).is_file():
         others = sorted(path.name for path in folder.glob("*.onnx"))
-        advice = f"verify one of its files: {', '.join(others)}" if others else "write it with: sparsebit export"
+        advice = (
+            f"verify one of its files: {', '.join(others)}" if others else "write it with: sparsebit export"
+        )
         raise InputError(f"{folder}: this run has no {ONNX}; {advice}")
     if (folder / "config.json").is_file():
-        raise InputError(f"{folder}: holds a language model, no ONNX file; measure it with: sparsebit llm eval")
-    raise InputError(f"{folder}: is no folder of a run: it has no run.json; name a file, and its run with --run")
+        raise InputError(
+            f"{folder}: holds a language model, no ONNX file; measure it with: sparsebit llm eval"
+        )
+    raise InputError(
+        f"{folder}: is no folder of a run: it has no run.json; name a file, and its run with --run"
+    )

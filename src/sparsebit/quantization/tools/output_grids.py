@@ -166,7 +166,9 @@ def _merged(readers: list[Reader]) -> list[Reader]:
     kept: list[Reader] = []
     for reader in readers:
         at_the_value = [k for k in kept if k.direct and not k.clipped]
-        is_there = reader.direct and not reader.clipped and any(_on_one_grid([k, reader]) for k in at_the_value)
+        is_there = (
+            reader.direct and not reader.clipped and any(_on_one_grid([k, reader]) for k in at_the_value)
+        )
         if not is_there:
             kept.append(reader)
     return kept
