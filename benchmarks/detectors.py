@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -148,7 +150,7 @@ def pixel_loss(net: nn.Module, images: Tensor, masks: Tensor, boxes: Tensor) -> 
     return F.cross_entropy(net(images), masks)
 
 
-def trained(net: nn.Module, loss, steps: int) -> nn.Module:
+def trained(net: nn.Module, loss: Callable[..., Tensor], steps: int) -> nn.Module:
     """The net after `steps` batches of 16 shapes."""
     frozen = getattr(net, "project", None)
     if frozen is not None:
