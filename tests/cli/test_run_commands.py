@@ -91,6 +91,20 @@ def test_verify(sparsebit, runs, tmp_path):
     assert done.code == 1 and json.loads(done.out)["ok"] is False
 
 
+def test_verify_takes_the_folder_of_a_run(sparsebit, runs, tmp_path):
+    done = sparsebit("verify", runs / "q")
+    assert done.code == 0 and "certificate      holds" in done.out
+    run = shutil.copytree(runs / "q", tmp_path / "q")
+    (run / "model.onnx").rename(run / "model.failed.onnx")
+    done = sparsebit("verify", run)
+    assert done.code == 2 and "verify one of its files: model.failed.onnx" in done.err
+    (run / "model.failed.onnx").unlink()
+    assert "sparsebit export" in sparsebit("verify", run).err
+    (tmp_path / "llm").mkdir()
+    (tmp_path / "llm/config.json").write_text("{}")
+    assert "sparsebit llm eval" in sparsebit("verify", tmp_path / "llm").err
+
+
 def test_verify_pruned(sparsebit, runs, tmp_path):
     """The outputs of the file are those of the model that the plan and the weights make."""
     done = sparsebit("verify", runs / "p/model.onnx", "--json")

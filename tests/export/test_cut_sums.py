@@ -13,8 +13,10 @@ from torch import nn
 import sparsebit
 from sparsebit import QuantConfig
 from sparsebit.errors import ExportError
+from sparsebit.export import integer_kernels, why_float
 from sparsebit.export.wrong_kernels import WRONG_KERNELS, cuts_sums, is_wrong
 from sparsebit.numeric.pair_sums import breaks_rule
+from sparsebit.quantization.converters.fuse_operations import softmax_in_float
 
 pytest.importorskip("onnxruntime")
 INFO = Path("/proc/cpuinfo")
@@ -168,3 +170,17 @@ def test_small_probabilities_are_right_in_the_file(axis, tmp_path):
     assert set(report.certificate.runtime.outputs) == {"boxes", "scores"}  # the keys of the dict
     assert report.certificate.runtime.outputs["boxes"].noise_db < -60
     assert not report.integer["QLinearSoftmax"]
+
+
+@pytest.mark.skipif(not is_wrong("QLinearSoftmax"), reason="this onnxruntime computes it rightly")
+@pytest.mark.parametrize("axis", [1, -1])
+def test_a_wrong_kernel_is_named_as_the_first_tensor(axis, tmp_path, monkeypatch):
+    """Placed as if the kernel were right: the plain session refuses the file, and says where it starts."""
+    for module in (integer_kernels, why_float, softmax_in_float):
+        monkeypatch.setattr(module, "is_wrong", lambda kernel: False)
+    torch.manual_seed(0)
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    qmodel = sparsebit.quantize(BoxHead(axis).eval(), batches)
+    with pytest.raises(ExportError, match=r"it starts at \S+ \(QLinearSoftmax\)"):
+        qmodel.export_onnx(batches[0], str(tmp_path / "m.onnx"), batches=batches[1:])
+    assert (tmp_path / "m.failed.onnx").exists() and not (tmp_path / "m.onnx").exists()

@@ -6,79 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsebit
+from detectors import Segmenter, Yolo
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-BINS = 16
-
-
-def conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1) -> nn.Sequential:
-    layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
-    return nn.Sequential(layer, nn.BatchNorm2d(outputs), nn.SiLU())
-
-
-class C2f(nn.Module):
-    """Two halves; one goes through bottlenecks, and every step of it is kept."""
-
-    def __init__(self, channels: int, blocks: int):
-        super().__init__()
-        half = channels // 2
-        self.first, self.last = conv(channels, channels), conv((2 + blocks) * half, channels)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(conv(half, half, 3), conv(half, half, 3)) for _ in range(blocks)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = list(self.first(x).chunk(2, 1))
-        for block in self.blocks:
-            parts.append(parts[-1] + block(parts[-1]))
-        return self.last(torch.cat(parts, 1))
-
-
-class Yolo(nn.Module):
-    """Two scales; boxes are expectations over 16 bins (DFL), scores are logits per class."""
-
-    def __init__(self, classes: int = 4):
-        super().__init__()
-        self.stem = nn.Sequential(conv(3, 16, 3, 2), conv(16, 32, 3, 2), C2f(32, 2))
-        self.down = nn.Sequential(conv(32, 32, 3, 2), C2f(32, 1))
-        self.up = C2f(32, 1)
-        self.mix = conv(64, 32)
-        self.boxes, self.scores = nn.Conv2d(32, 4 * BINS, 1), nn.Conv2d(32, classes, 1)
-        self.project = nn.Conv2d(BINS, 1, 1, bias=False)
-        self.project.weight.data = torch.arange(BINS, dtype=torch.float).view(1, BINS, 1, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        fine = self.stem(x)
-        coarse = self.down(fine)
-        fine = self.up(self.mix(torch.cat([fine, F.interpolate(coarse, scale_factor=2.0)], 1)))
-        boxes = torch.cat([self.boxes(f).flatten(2) for f in (fine, coarse)], 2)
-        scores = torch.cat([self.scores(f).flatten(2) for f in (fine, coarse)], 2)
-        bins = boxes.view(x.shape[0], 4, BINS, -1).transpose(1, 2).softmax(1)
-        return self.project(bins).squeeze(1), scores
-
-
-class Segmenter(nn.Module):
-    """An encoder, pooling at two sizes, a decoder that adds what it left behind; a class per pixel."""
-
-    def __init__(self, classes: int = 5):
-        super().__init__()
-        relu = nn.ReLU()
-        self.first = nn.Sequential(nn.Conv2d(3, 16, 3, 2, 1), nn.BatchNorm2d(16), relu)
-        self.second = nn.Sequential(nn.Conv2d(16, 32, 3, 2, 1, groups=2), nn.BatchNorm2d(32), relu)
-        self.pooled, self.lateral = nn.Conv2d(32, 32, 1), nn.Conv2d(16, 32, 1)
-        self.head = nn.Conv2d(32, classes, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x)
-        second = self.second(first)
-        context = F.interpolate(self.pooled(F.adaptive_avg_pool2d(second, 2)), second.shape[-2:])
-        joined = self.lateral(first) + F.interpolate(second * context.sigmoid(), scale_factor=2.0)
-        return F.interpolate(self.head(joined), scale_factor=2.0, mode="bilinear")
 
 
 def built(net: nn.Module) -> tuple[nn.Module, list[Tensor]]:

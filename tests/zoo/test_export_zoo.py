@@ -1,7 +1,8 @@
 """The zoo as ONNX files: every file is certified in a plain session, and pre-flight announced its integer kernels.
 
 Models are torchvision's, timm's and transformers', with random weights. Pre-flight cannot follow a part that torch.fx
-cannot trace, so models with islands are only exported.
+cannot trace, so models with islands are only exported. Of models with functions that are wrapped as one op (windowed
+attention) only the integer kernels are counted: the float ones inside are not seen.
 """
 
 from __future__ import annotations
@@ -45,4 +46,8 @@ def test_the_file_is_right_and_as_announced(case: Case, tmp_path: Path) -> None:
     report = qmodel.export_onnx(batches[0], str(tmp_path / "model.onnx"), batches=batches[1:])
     assert report.ok
     if not qmodel.islands:
-        assert announced(found) == computed(report), f"{found}\n{report.integer} {report.floating}"
+        wrapped = any(row.how == "no QModule" for row in found.rows)
+        expected, counted = announced(found), computed(report)
+        kinds = [kind for kind in expected | counted if kind.startswith("integer") or not wrapped]
+        differ = {kind: (expected[kind], counted[kind]) for kind in kinds if expected[kind] != counted[kind]}
+        assert not differ, f"announced, in the file: {differ}\n{report.why_float}"

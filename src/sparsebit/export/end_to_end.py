@@ -24,6 +24,8 @@ from sparsebit.export.runtime import Array
 FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
 NOISE = 1e-5
 DRAWS = 3  # of noise
+AS_USERS_RUN_IT, BARE = "as users run it", "unoptimised"  # sessions of onnxruntime
+HUGE = 1e4  # masks hold numbers such as -1e9 beside 0
 Rows = list[tuple[str, str]]
 Shape = tuple[int, ...]
 
@@ -48,11 +50,15 @@ class OutputNoise:
     """One output of two runs of a model."""
 
     signal: float = 0.0
+    moving: float = 0.0  # the part of the signal that changes with the input: anchors of boxes do not
     noise: float = 0.0
     largest: float = 0.0
     axis: int | None = None  # of the classes
     labels: int = 0
     labels_differ: int = 0
+    holds_labels: bool = False  # whole numbers, such as classes or indices: right or wrong, but not near
+    last: Array | None = field(default=None, repr=False)
+    guess: float = 0.0  # in `moving`, of a single input: until there is another one
 
     def add(self, expected: Array, got: Array, targets: Sequence[Shape] = ()) -> None:
         if expected.shape != got.shape:
@@ -61,20 +67,40 @@ class OutputNoise:
         apart = difference(expected, got)
         finite = np.nan_to_num(expected, posinf=0, neginf=0).astype(np.float64)
         self.signal += float((finite**2).sum())
+        self.moving += self._moving(finite)
         self.noise += float((apart**2).sum())
         self.largest = max(self.largest, float(apart.max(initial=0)))
-        self.axis = class_axis(expected.shape, targets)
-        if self.axis is not None:
+        self.holds_labels = is_whole(expected)
+        self.axis = None if self.holds_labels else class_axis(expected.shape, targets)
+        if self.holds_labels:
+            self.labels += apart.size
+            self.labels_differ += int((apart > 0).sum())
+        elif self.axis is not None:
             a, b = expected.argmax(self.axis), got.argmax(self.axis)
             self.labels += a.size
             self.labels_differ += int((a != b).sum())
 
+    def _moving(self, x: Array) -> float:
+        """Of several inputs, what differs from their mean; of a single one, what differs from the one before."""
+        if x.ndim and x.shape[0] > 1:
+            return float(((x - x.mean(0)) ** 2).sum())
+        before, self.last = self.last, x
+        if before is None or before.shape != x.shape:
+            self.guess = float(((x - x.mean()) ** 2).sum()) if x.size else 0.0
+            return self.guess
+        apart, guess = float(((x - before) ** 2).sum()) / 2, self.guess
+        self.guess = 0.0
+        return apart + (apart - guess if guess else 0.0)
+
     @property
     def noise_db(self) -> float:
         """Noise against signal: the lower the better; -inf is equal."""
-        if not self.noise:
-            return float("-inf")
-        return float(10 * np.log10(self.noise / self.signal)) if self.signal else float("inf")
+        return _decibels(self.noise, self.signal)
+
+    @property
+    def moving_db(self) -> float:
+        """What changes with the input, against the whole signal: 0 or less."""
+        return min(_decibels(self.moving, self.signal), 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -87,9 +113,22 @@ class OutputNoise:
 
     def __str__(self) -> str:
         labels = ""
+        if self.holds_labels:
+            return f"{self.labels_differ} of {self.labels} values differ"
         if self.labels:
             labels = f", {self.labels_differ} of {self.labels} labels differ (classes on axis {self.axis})"
         return f"{self.noise_db:.1f} dB, largest difference {self.largest:.2g}{labels}"
+
+
+def is_whole(x: Array) -> bool:
+    """Whole numbers or truth values: two of them are equal or not."""
+    return x.dtype.kind in "iub"
+
+
+def _decibels(part: float, whole: float) -> float:
+    if not part:
+        return float("-inf")
+    return float(10 * np.log10(part / whole)) if whole else float("inf")
 
 
 @dataclass
@@ -150,7 +189,8 @@ class EndToEnd:
 class Comparison:
     """What every certificate has: the file against the model, and the model against itself."""
 
-    runtime: EndToEnd = field(default_factory=EndToEnd)  # a plain session, as users load the file
+    runtime: EndToEnd = field(default_factory=EndToEnd)  # the session that decides
+    session: str = AS_USERS_RUN_IT  # which that is
     floors: list[EndToEnd] = field(default_factory=lambda: [EndToEnd() for _ in range(DRAWS)])
     rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
 
@@ -183,7 +223,11 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         draws = {"draws": [{"noise_db": d.noise_db, "labels_differ": d.labels_differ} for d in self.floors]}
-        return {"end_to_end": self.runtime.as_dict(), "noise_floor": {**self.floor.as_dict(), **draws}}
+        return {
+            "session": self.session,
+            "end_to_end": self.runtime.as_dict(),
+            "noise_floor": {**self.floor.as_dict(), **draws},
+        }
 
     def rows(self) -> Rows:
         """Its own lines of the report."""
@@ -223,26 +267,31 @@ def difference(a: Array, b: Array) -> Array:
 
 
 def check_output(expected: list[Array], got: list[Array]) -> float:
-    """The largest difference as a share of the largest value."""
+    """The largest difference as a share of the largest value; of whole numbers, the share that differs."""
     if [e.shape for e in expected] != [g.shape for g in got]:
         return float("inf")
     worst = 0.0
     for e, g in zip(expected, got):
-        if e.size:
+        if e.size and is_whole(e):
+            worst = max(worst, float((difference(e, g) > 0).mean()))
+        elif e.size:
             finite = np.abs(np.nan_to_num(e, posinf=0, neginf=0)).max()
             worst = max(worst, float(difference(e, g).max()) / max(float(finite), 1e-12))
     return worst
 
 
 def disturbed(value: Any, seed: int = 0) -> Any:
-    """The same arguments, floats moved by noise of 1e-5 of their size."""
+    """The same arguments, floats moved by noise of 1e-5 of the largest; huge ones, of their own size."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(x: Tensor) -> Tensor:
         if not x.is_floating_point() or not x.numel():
             return x
-        noise = torch.randn(x.shape, generator=generator).to(x)
-        return x + noise * NOISE * x.abs().max().clamp_min(1e-12)
+        noise = torch.randn(x.shape, generator=generator).to(x) * NOISE
+        is_huge = ~(x.abs() <= HUGE)
+        size = x.abs().masked_fill(is_huge, 0).max().clamp_min(1e-12)
+        moved = torch.where(is_huge, x * (1 + noise), x + noise * size)
+        return torch.where(moved.isfinite(), moved, x)
 
     return pytree.tree_map_only(Tensor, move, value)
 

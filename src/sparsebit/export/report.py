@@ -85,7 +85,7 @@ class ExportReport:
             ("certificate", "holds" if self.ok else "DOES NOT HOLD: " + "; ".join(c.failures()[:3])),
             ("file", f"{self.path}, {self.bytes / 1e6:.2f} MB, opset {self.opset} ({self.opset_reason})"),
             *c.rows(),
-            ("as users run it", str(c.runtime)),
+            (c.session, str(c.runtime)),
             *((f"in {name}", str(run)) for name, run in self.others.items()),
             ("noise floor", f"{c.floor} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),

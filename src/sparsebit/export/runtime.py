@@ -132,4 +132,6 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
 
 
 def torch_outputs(value: Any) -> list[Array]:
-    return [as_array(t).astype(np.float32) for t in pytree.tree_leaves(value) if torch.is_tensor(t)]
+    """The tensors of an answer; numbers with a fraction as float32."""
+    found = [as_array(t) for t in pytree.tree_leaves(value) if torch.is_tensor(t)]
+    return [x if x.dtype.kind in "iub" else x.astype(np.float32) for x in found]

@@ -16,7 +16,15 @@ from torch.utils import _pytree as pytree
 from sparsebit.export import openvino_runtime, runtime
 from sparsebit.export.calls import Call, called
 from sparsebit.export.certify import Certificate, QuantizerCheck
-from sparsebit.export.end_to_end import EndToEnd, Shape, answers, check_output, rounding_of
+from sparsebit.export.end_to_end import (
+    AS_USERS_RUN_IT,
+    BARE,
+    EndToEnd,
+    Shape,
+    answers,
+    check_output,
+    rounding_of,
+)
 from sparsebit.export.marks import Mark
 from sparsebit.export.optimised_graph import first_wrong_tensor
 from sparsebit.export.report import ExportReport
@@ -36,8 +44,9 @@ NBITS = (
 )
 HALF_A_STEP = 0.51  # the model rounds a bias to the same grid, or not at all
 ELSEWHERE = (
-    "compared in onnxruntime with optimisations off, because the file is for another runtime; for onnxruntime itself "
-    "export with BACKEND: onnxruntime"
+    "compared in onnxruntime with optimisations off, because the file is for another runtime; the line "
+    "`in onnxruntime` is a plain session, which does not decide here; for onnxruntime itself export with "
+    "BACKEND: onnxruntime"
 )
 
 
@@ -58,13 +67,16 @@ def certify(
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
     is_for_onnxruntime = backend == "onnxruntime"
-    check_end_to_end(qmodel, file, [*calls, *more], certificate, optimised=is_for_onnxruntime)
+    certificate.session = AS_USERS_RUN_IT if is_for_onnxruntime else BARE
+    plain = check_end_to_end(qmodel, file, [*calls, *more], certificate, is_for_onnxruntime)
     if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
         certificate.start = first_wrong_tensor(file, [*calls, *more])
     integer, floating = runtime.kernels(file)
     described = {name: mark.describe() for name, mark in marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
+    report.notes += certificate.remarks()
     if not is_for_onnxruntime:
+        report.others["onnxruntime"] = plain
         report.notes.append(ELSEWHERE)
     if integer["MatMulNBits"]:
         report.notes.append(NBITS)
@@ -173,20 +185,29 @@ def output_names(file: Path) -> list[str]:
 
 
 def check_end_to_end(
-    qmodel: Any, file: Path, calls: list[Call], certificate: Certificate, optimised: bool = True
-) -> None:
-    """(b) the file in a plain session, the model against itself with its input moved, and against the float model."""
+    qmodel: Any, file: Path, calls: list[Call], certificate: Certificate, is_for_onnxruntime: bool
+) -> EndToEnd:
+    """(b) the file against the model, the model against itself with its input moved, and against the float model.
+
+    Returns the comparison in a plain session. For onnxruntime it decides; else the one with optimisations off does.
+    """
     gm = qmodel.model
     layers = [m for m in gm.modules() if isinstance(m, Opr)]
-    loaded = runtime.session(file, optimised)
+    loaded, plain = runtime.session(file, optimised=is_for_onnxruntime), certificate.runtime
+    as_loaded = loaded
+    if not is_for_onnxruntime:
+        as_loaded, plain = runtime.session(file), EndToEnd(targets=certificate.runtime.targets)
     names = [output.name for output in loaded.get_outputs()]
     with quantized(qmodel):
         for call, (expected, got, moved) in zip(calls, answers(gm, loaded, calls, layers)):
             certificate.runtime.add(names, expected, got)
+            if not is_for_onnxruntime:
+                plain.add(names, expected, runtime.run(as_loaded, runtime.feeds(as_loaded, *call)))
             certificate.add_moved(names, expected, moved)
             with quant_mode(gm):
                 floating = runtime.torch_outputs(called(gm, call))
             certificate.quantization.add(names, floating, expected)
+    return plain
 
 
 @contextmanager

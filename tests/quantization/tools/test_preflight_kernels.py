@@ -224,6 +224,22 @@ def moved_once() -> nn.Module:
     return Branches(*map(SharedMove, moves))
 
 
+class Shuffled(nn.Module):
+    """The end of a stage of ShuffleNet: two parts, their channels mixed, and two convolutions that read the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right = conv(3, 8), conv(8, 8, 1), conv(8, 8, 1)
+        self.first, self.second, self.last = conv(16, 8), conv(16, 8, 1), nn.Sequential(*head(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.stem(x))
+        x = torch.cat([F.relu(self.left(x)), F.relu(self.right(x))], 1)
+        n, c, h, w = x.shape
+        x = x.view(n, 2, c // 2, h, w).transpose(1, 2).contiguous().view(n, c, h, w)
+        return self.last(torch.cat([F.relu(self.first(x)), F.relu(self.second(x))], 1))
+
+
 def audio() -> nn.Module:
     layers = [nn.Conv1d(3, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(8, 8, 3)]
     return nn.Sequential(*layers, nn.LeakyReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(8, 4))
@@ -311,6 +327,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "vit": (ViT, IMAGES),
     "outputs": (WithOutputs, IMAGES),
     "attention": (Attend, (2, 5, 12)),
+    "shuffled": (Shuffled, IMAGES),
     "moved": (moved, IMAGES),
     "moved_twice": (moved_twice, IMAGES),
     "moved_once": (moved_once, IMAGES),

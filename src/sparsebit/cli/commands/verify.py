@@ -11,11 +11,15 @@ from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.output import InputError, show
 from sparsebit.cli.progress import start, status
+from sparsebit.cli.run import ABOUT, Run
 
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="the file", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.onnx", help="the file, or the folder of a run", show_default=False),
+    ],
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="its run; the folder of the file, if left out")
     ] = None,
@@ -26,19 +30,46 @@ def verify(
 
     Of a pruned model, the outputs. Exit code 1 if the certificate does not hold.
     """
+    if file.is_dir():
+        file = file_of(file)
     if not file.is_file():
         raise InputError(f"{file}: no such file")
+    folder = run or file.parent
+    if run is None and not (folder / ABOUT).is_file():
+        raise InputError(
+            f"{file}: {folder} is no folder of a run: it has no run.json; name the run with --run"
+        )
     start()
     import sparsebit
     from sparsebit.cli import work
-    from sparsebit.cli.run import Run
     from sparsebit.export.to_onnx import require
 
     require("onnx", "onnxscript", "onnxruntime")
-    opened = Run.open(run or file.parent)
+    opened = Run.open(folder)
     work.check_onnx(file)
     model, found, _ = work.finished(opened)
     with status("running the file, comparing"):
         report = sparsebit.verify(file, model, found[:batches])
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1
+
+
+def file_of(folder: Path) -> Path:
+    """The ONNX file of a run; of another folder, what to do instead."""
+    from sparsebit.cli.work import ONNX
+
+    if (folder / ONNX).is_file():
+        return folder / ONNX
+    if (folder / ABOUT).is_file():
+        others = sorted(path.name for path in folder.glob("*.onnx"))
+        advice = (
+            f"verify one of its files: {', '.join(others)}" if others else "write it with: sparsebit export"
+        )
+        raise InputError(f"{folder}: this run has no {ONNX}; {advice}")
+    if (folder / "config.json").is_file():
+        raise InputError(
+            f"{folder}: holds a language model, no ONNX file; measure it with: sparsebit llm eval"
+        )
+    raise InputError(
+        f"{folder}: is no folder of a run: it has no run.json; name a file, and its run with --run"
+    )
