@@ -147,7 +147,8 @@ def _made_up(model: Any) -> dict[str, Tensor]:
         return {}
     words = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, 1000)
     ids = torch.arange(TOKENS // 2)[None] * 7 % max(words, 1)
-    return {"input_ids": ids, "decoder_input_ids": ids} if config.is_encoder_decoder else {"input_ids": ids}
+    both = {"input_ids": ids, "decoder_input_ids": ids.clone()}
+    return both if config.is_encoder_decoder else {"input_ids": ids}
 
 
 def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: Tensor) -> Row:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from sparsebit.llm.experts import Part, own_parts, stacks_of
 
+COLUMNS = 3  # of rows that are numbered; recipes drop a dimension of size 1
+
 
 @dataclass
 class Entry:
@@ -167,7 +169,7 @@ class Names:
     def _name_experts(self, stack: str, tensor: Tensor) -> None:
         """The layers of a stack. Rows are numbered and sent through the recipe: what arrives says who has them."""
         owner, experts, rows = stack.rpartition(".")[0], tensor.shape[0], tensor.shape[1]
-        numbers = torch.arange(experts * rows).reshape(experts, rows, 1)
+        numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
             files = self._reverted({stack: numbers}) if self.key(stack) is None else {}
         except (RuntimeError, ValueError, StopIteration):  # the recipe needs more than this one tensor
@@ -208,7 +210,7 @@ def packed_layers(keys: Iterable[str], suffixes: Sequence[str]) -> set[str]:
 
 def _part(key: str, ids: Tensor, rows: int) -> Part | None:
     """The rows that a key holds; None unless they are a run of rows of one expert."""
-    if ids.dim() != 2 or ids.shape[1] != 1 or not key.endswith(".weight"):
+    if ids.dim() != 2 or ids.shape[1] != COLUMNS or not key.endswith(".weight"):
         return None
     first = int(ids[0, 0])
     if not torch.equal(ids[:, 0], torch.arange(first, first + len(ids))) or first % rows + len(ids) > rows:

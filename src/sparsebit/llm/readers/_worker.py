@@ -8,6 +8,7 @@
 It ends when its input ends, or when nobody asked for a while, so that it does not hold memory during a long run.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -58,16 +59,33 @@ def probe(torch, transformers, ask):
         name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
         for name, (shape, kind) in ask["tensors"].items()
     }
-    _, info = class_of(transformers, ask["architecture"]).from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=torch.float32,
-        device_map={"": "meta"},
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with still_packed():
+        _, info = class_of(transformers, ask["architecture"]).from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=torch.float32,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     return {"info": listed(info)}
+
+
+@contextlib.contextmanager
+def still_packed():
+    """Layers stay packed after loading; compressed-tensors does not unpack what has no memory."""
+    try:
+        from compressed_tensors.compressors import ModelCompressor
+    except ImportError:  # a format that does not need it
+        yield
+        return
+    unpack = ModelCompressor.decompress_model
+    ModelCompressor.decompress_model = lambda self, model: None
+    try:
+        yield
+    finally:
+        ModelCompressor.decompress_model = unpack
 
 
 def run(torch, transformers, ask):
