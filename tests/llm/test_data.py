@@ -25,7 +25,7 @@ def rows(n: int, length: int = 12, words: int = 64) -> torch.Tensor:
 @pytest.mark.parametrize("batches, words", [
     ([rows(1, 5)], ["5 tokens are too few", "128 inputs", "give 16 or more"]),
     ([], ["`batches` is empty"]),
-    ([rows(4), rows(4) + 60], ["batch 1 has the token 6", "knows 0 to 63", "another tokenizer"]),
+    ([rows(4), rows(4) + 60], ["batch 1 has the token 116", "knows 0 to 63", "another tokenizer"]),
     ([rows(4) - 10], ["batch 0 has the token -", "knows 0 to 63"]),
     ([rows(4)[:, :0]], ["batch 0 has no tokens"]),
 ])  # fmt: skip
