@@ -83,7 +83,9 @@ def test_nothing_is_fitted_on_what_is_held_back(tmp_path):
     tokens = rows()
     other = torch.cat([tokens[:-2], rows(2, length=16).flip(1)])
     for name, data in (("a", tokens), ("b", other), ("c", tokens[:-2])):
-        llm.quantize(tiny(), [data[:30], data[30:]] if len(data) > 30 else [data], save=tmp_path / name, bits=3)
+        llm.quantize(
+            tiny(), [data[:30], data[30:]] if len(data) > 30 else [data], save=tmp_path / name, bits=3
+        )
     block = "model-block-00001.safetensors"
     files = {name: (tmp_path / name / block).read_bytes() for name in "abc"}
     assert files["a"] == files["b"] != files["c"]  # the last one holds back others
@@ -134,7 +136,9 @@ def test_a_collapse_is_a_warning_with_a_way_out(tmp_path, caplog):
         for _ in range(3):
             tokens = torch.cat([tokens[:, :1], model(tokens).argmax(-1)[:, :-1]], 1)
     with caplog.at_level(logging.WARNING, "sparsebit"):
-        report = llm.quantize(model, list(tokens.split(4)), method="wanda", ratio=0.95, save=tmp_path / "zeros")
+        report = llm.quantize(
+            model, list(tokens.split(4)), method="wanda", ratio=0.95, save=tmp_path / "zeros"
+        )
     assert report.measured.collapsed and "the model has collapsed" in report.warning
     assert "prune less" in report.warning and report.warning in caplog.text
     caplog.clear()

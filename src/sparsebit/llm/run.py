@@ -199,11 +199,13 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
     left = tuple(name for name in source.layout.names() if name not in job.specs)
     readers = certificate.rows(store.folder)
     store.note("readers", [row.facts() for row in readers])
+    store.note("float_bytes", float_bytes(source))
     facts = store.state.get("measured")
     report = Report(
         store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left,
         quality_of(facts) if facts else None, store.state["run"],
     )  # fmt: skip
+    store.note("warning", report.warning)
     write_card(report, store.state["run"], certificate.plan.config)
     if report.warning:
         log.warning("%s", report.warning, extra={"at_end": True})
@@ -260,6 +262,12 @@ def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) 
     written = [name for i in range(len(layout)) for name in store.names(i)] + list(rest)
     check_conserved(source, job.specs, job.format, written)
     store.finish(len(layout), rest, config, source.folder)
+
+
+def float_bytes(source: InMemory) -> int:
+    """The size of the model as it came."""
+    state = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in source.names.state.items()}
+    return sum(t.numel() * t.element_size() for t in source.names.to_files(state).values())
 
 
 def _scale_dtype(model: nn.Module) -> torch.dtype:

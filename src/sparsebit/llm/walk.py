@@ -255,6 +255,8 @@ def solve(
     if isinstance(q, PrunedWeight):
         about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
     about["stored_bits"] = round(q.stored_bits(), 4)
+    size = linear.weight.numel()
+    about["bytes"] = [size * linear.weight.element_size(), round(size * q.stored_bits() / 8)]  # before, after
     if statistics is not None:
         about["error"] = float(f"{_share_lost(linear.weight, statistics.hessian, q):.4g}")
     return q, about
