@@ -165,7 +165,9 @@ BAD = {
     "llm quantize {model} --data floats.npy -o out": ["floats.npy: holds float64 of shape 2x3"],
     "llm quantize {model} --data other.npy -o out": ["the token 99, but the model knows 32", "tokenizer"],
     "llm quantize {model} --data five.txt -o out": ["5 tokens are too few", "give 16 or more", "thousand"],
-    "llm quantize {model} --data text.txt --length 65 -o out": ["--length 65: the model was made for 64 tokens"],
+    "llm quantize {model} --data text.txt --length 65 -o out": [
+        "--length 65: the model was made for 64 tokens"
+    ],
     "llm quantize {model} --data long.npy -o out": ["long.npy: has sequences of 65 tokens", "made for 64"],
     "llm quantize {model} --data below.npy -o out": ["the token -1, but the model knows 32"],
     "llm eval {model} --data text.txt --length 65": ["--length 65: the model was made for 64 tokens"],

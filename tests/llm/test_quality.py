@@ -168,21 +168,35 @@ def test_advice(run, words):
 
 
 # -- 2 bits --------------------------------------------------------------------------------------------------
-def test_two_bits_have_zero_points_by_default(tmp_path):
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq", "rtn"])
+def test_two_bits_are_not_worse_by_default_than_with_zero_points(tmp_path, method):
+    """They have signed scales; without them, KL is more than twice that of zero points."""
+    found = {}
+    for symmetric in (None, False):
+        folder = tmp_path / str(symmetric)
+        data = list(rows(128).split(4))
+        found[symmetric] = llm.quantize(
+            tiny(), data, save=folder, bits=2, group_size=16, method=method, symmetric=symmetric
+        ).measured
+    assert found[None].kl < 1.2 * found[False].kl
+
+
+def test_grids_without_signed_scales_have_zero_points_at_two_bits(tmp_path):
     for bits, symmetric in ((2, False), (3, True), (4, True)):
         folder = tmp_path / str(bits)
-        llm.quantize(tiny(), list(rows().split(4)), save=folder, bits=bits, group_size=16)
+        llm.quantize(tiny(), list(rows().split(4)), save=folder, bits=bits, group_size=16, clip="minmax")
         assert json.loads((folder / "run.json").read_text())["run"]["symmetric"] is symmetric
 
 
 @needs_transformers
 @pytest.mark.parametrize("options, symmetric", [
-    ({"bits": 2}, False),
-    ({"bits": 2, "format": "gptq"}, True),  # vLLM has no zero points at 2 bits
+    ({"bits": 2}, True),
+    ({"bits": 2, "clip": "minmax"}, False),
+    ({"bits": 2, "clip": "minmax", "format": "gptq"}, True),  # vLLM has no zero points at 2 bits
     ({"bits": 2, "symmetric": True}, True),
     ({"bits": 4}, True),
     ({"bits": 4, "symmetric": False}, False),
-    ({"candidate_bits": (2, 4), "average_bits": 3.0}, True),  # transformers unpacks zero points by one scheme
+    ({"candidate_bits": (2, 4), "average_bits": 3.0, "clip": "minmax"}, True),  # one scheme only
 ])  # fmt: skip
 def test_readers_decide_about_zero_points(tmp_path, options, symmetric):
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "zoo")]

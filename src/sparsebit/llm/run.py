@@ -35,7 +35,7 @@ from sparsebit.llm.walk import Job, walk
 from sparsebit.numeric.quantized_weight import WIDTHS
 
 log = logging.getLogger("sparsebit")
-ZERO_POINTS = 2  # bits up to which grids have zero points where nothing is said
+ZERO_POINTS = 2  # bits up to which symmetric grids without signed scales lose everything
 
 
 def quantize(
@@ -69,8 +69,8 @@ def quantize(
     bits        of the codes; 4 where nothing is said.
     group_size  inputs that share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides a layer's
                 inputs.
-    symmetric   grids without zero points; their scales may be negative. None: with zero points at 2 bits, which need
-                them, unless a reader that runs the symmetric checkpoint would refuse it; else without.
+    symmetric   grids without zero points. None: without, which is as good at 2 bits, because scales may be negative.
+                With clip="minmax" they are not, so that 2 bits get zero points, unless that loses a reader.
     format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers); "int-quantized"
                 for 8-bit activations, "dense" for pruned weights. None: what fits the method.
     candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
@@ -124,9 +124,10 @@ def _data(source: InMemory, batches: Any, method: str, mixed: bool) -> Data | No
 
 
 def _certificate(source: InMemory, job: Job, grids: Grids, decide: bool) -> Certificate:
-    """Who will run it. Where nothing is said, 2 bits get zero points, unless that loses a reader."""
+    """Who will run it. 2 bits need zero points or signed scales; zero points where signs are not searched."""
     found = Certificate(source, job, grids)
-    if not decide or min(grids.candidates or (grids.bits,)) > ZERO_POINTS or job.format.plain:
+    few = min(grids.candidates or (grids.bits,)) <= ZERO_POINTS and job.options.get("clip") == "minmax"
+    if not decide or not few:
         return found
     specs = dict(job.specs)
     job.specs.clear()
