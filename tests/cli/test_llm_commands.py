@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -57,12 +58,50 @@ def test_quantize_eval_chat(llama, tmp_path, sparsebit):
     assert worst["own"] == pytest.approx(-10 * math.log10(max(x["error"] for x in facts["layers"].values())))
     page = (out / "report.html").read_text("utf-8")
     assert "14 at 4 bits" in page and worst["name"] in page and "--candidate-bits" in page
+    check_page(page, facts)
+    table = (out / "report.md").read_text("utf-8").partition("## Layers")[2].split("\n\n")[1].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert all(any(column[2:]) for column in zip(*cells)), "an empty column"
 
     done = sparsebit("llm", "chat", out, "--prompt", "the cat", "--max-tokens", "5", "--json")
     answer = json.loads(done.out)
     assert done.code == 0 and answer["tokens"] <= 5 and set(answer["answer"].split()) <= {*WORDS, "<unk>"}
     done = sparsebit("llm", "chat", out, "--prompt", "the cat", "--max-tokens", "5")
     assert done.out.startswith("the cat") and answer["answer"].strip() in done.out
+
+
+def check_page(page: str, facts: dict) -> None:
+    """Perplexity, sizes and readers come first, and no column is empty."""
+    tiles = page.partition("</dl>")[0]
+    measured = facts["measured"]
+    assert f"{measured['before']:.4g} → {measured['after']:.4g}" in tiles and "held-back tokens" in tiles
+    assert "% of the size" in tiles
+    assert all(row["text"] in tiles for row in facts["readers"]) and len(facts["readers"]) == 2
+    body = page.partition('<section id="layers">')[2].partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = [re.findall(r"<td.*?>(.*?)</td>", line) for line in body.strip().splitlines()]
+    assert len(rows) == 14 and all(any(column) for column in zip(*rows))
+
+
+@needs_transformers
+def test_a_collapse_is_the_last_word_and_red(llama, tmp_path, sparsebit, monkeypatch):
+    from sparsebit.llm import quality
+
+    monkeypatch.setattr(quality, "APART", 0.0)  # any change is a collapse
+    words = f"llm quantize {llama / 'model'} --data {llama / 'text.txt'} --length 32 --samples 8 --bits 4"
+    done = sparsebit(f"{words} -o {tmp_path / 'a'}")
+    lines = done.err.strip().splitlines()
+    assert done.code == 0 and lines[-1].startswith("warning: the model has collapsed: perplexity "), done.err
+    assert "group_size=32" in lines[-1] and "\x1b" not in done.err
+    assert done.out.strip().splitlines()[-2].startswith("perplexity ")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    done = sparsebit(f"{words} -o {tmp_path / 'b'} --json --no-progress")
+    assert "\x1b[1;31mwarning: the model has collapsed" in done.err
+    assert json.loads(done.out)["warning"].startswith("the model has collapsed")
+    for style in ("html", "md"):
+        assert sparsebit(f"report {tmp_path / 'b'} --format {style}").code == 0
+    page = (tmp_path / "b" / "report.html").read_text("utf-8")
+    assert '<div class="tile failed"><dt>Perplexity</dt>' in page and '<p class="bad warning">' in page
+    assert "**Warning**: the model has collapsed" in (tmp_path / "b" / "report.md").read_text("utf-8")
 
 
 def reference(folder: Path, text: Path, length: int) -> float:
@@ -125,6 +164,14 @@ BAD = {
     "llm quantize {model} --data bytes.txt -o out": ["bytes.txt: not a text file in UTF-8"],
     "llm quantize {model} --data floats.npy -o out": ["floats.npy: holds float64 of shape 2x3"],
     "llm quantize {model} --data other.npy -o out": ["the token 99, but the model knows 32", "tokenizer"],
+    "llm quantize {model} --data five.txt -o out": ["5 tokens are too few", "give 16 or more", "thousand"],
+    "llm quantize {model} --data text.txt --length 65 -o out": [
+        "--length 65: the model was made for 64 tokens"
+    ],
+    "llm quantize {model} --data long.npy -o out": ["long.npy: has sequences of 65 tokens", "made for 64"],
+    "llm quantize {model} --data below.npy -o out": ["the token -1, but the model knows 32"],
+    "llm eval {model} --data text.txt --length 65": ["--length 65: the model was made for 64 tokens"],
+    "llm eval {model} --data other.npy": ["the token 99, but the model knows 32"],
     "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
     "llm quantize {model} --data text.txt --method gtpq -o out": ["did you mean gptq?"],
     "llm quantize {model} --data text.txt --format awq -o out": ["format", "known:"],
@@ -148,6 +195,9 @@ def test_bad_inputs(llama, tmp_path, monkeypatch, sparsebit, command):
     Path("bytes.txt").write_bytes(b"\xff\xfe\x00")
     np.save("floats.npy", np.zeros((2, 3)))
     np.save("other.npy", np.full((2, 8), 99))
+    np.save("below.npy", np.full((2, 8), -1))
+    np.save("long.npy", np.ones((2, 65), int))
+    Path("five.txt").write_text("the cat sees a dog")
     for name in ("full", "bare"):
         Path(name).mkdir()
     Path("full/notes").write_text("mine")

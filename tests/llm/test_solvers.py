@@ -293,3 +293,20 @@ def test_two_symmetric_bits_are_as_good_as_asymmetric_ones(method):
         errors.append(float(output_error(weight, h, q).sum()))
         assert bool((q.scales < 0).any()) == symmetric
     assert errors[0] < 1.15 * errors[1], errors
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("native", [True, False])
+def test_zero_points_never_lose_against_symmetric_grids(bits, native, monkeypatch):
+    """Their grids hold all levels of symmetric ones, with the odd level on either side."""
+    from sparsebit.numeric.kernels import columns
+
+    if not native:
+        monkeypatch.setattr(columns, "library_for", lambda w: None)
+    weight, _ = problem(rows=64, inputs=64, tokens=200)
+    errors = []
+    for symmetric in (True, False):
+        q = rtn(weight, None, spec_of(bits, symmetric, 16))
+        errors.append((weight - q.dequantize()).unflatten(1, (-1, 16)).square().sum(-1))
+    assert bool((errors[1] <= errors[0] * (1 + 1e-5)).all())
+    assert float(errors[1].sum()) < float(errors[0].sum())

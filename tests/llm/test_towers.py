@@ -130,10 +130,11 @@ def test_outputs_of_inner_blocks_that_the_model_reads(layer, tmp_path):
     model, batches = build(LLAVA, **{**settings, "vision_feature_layer": layer})
     llm.quantize(model, batches, save=tmp_path, towers="all", refine=0, **OPTIONS)
     assert change(logits(llm.load(tmp_path), batches[0]), logits(model, batches[0])) < 1e-3
+    from sparsebit.llm.data import Data
     from sparsebit.llm.relay import Relay
     from sparsebit.llm.sources import InMemory
 
-    relay = Relay(InMemory(model, towers="all"), batches, None, False)
+    relay = Relay(InMemory(model, towers="all"), Data(batches, [], True), None, False)
     expected = {-1: set(), -2: {2}}.get(layer if isinstance(layer, int) else 0, {1, 2})
     assert relay.needed[relay.order[0]] == expected
 

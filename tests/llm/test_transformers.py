@@ -167,7 +167,7 @@ def test_peak_memory_of_four_times_the_layers(tmp_path):
             "import zoo_shim; zoo_shim.install()\n"
             "import torch; torch.set_num_threads(1)\n"
             "from sparsebit import llm\n"
-            "llm.quantize(sys.argv[1], [torch.randint(3, 96, (2, 24))], save=sys.argv[1] + '-out', group_size=32,"
+            "llm.quantize(sys.argv[1], [torch.randint(3, 96, (6, 24))], save=sys.argv[1] + '-out', group_size=32,"
             " refine=0)\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         )

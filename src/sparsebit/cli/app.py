@@ -49,6 +49,7 @@ def run(argv: Sequence[str] | None) -> int:
     _warn_in_one_line()
     try:
         code = int(app(argv, prog_name="sparsebit", standalone_mode=False) or 0)
+        _say_the_last_words()
         return _stopped(argv) if code == 130 else code
     except (SparsebitError, OSError) as error:
         return _fail(_text_of(error), argv)
@@ -90,20 +91,37 @@ def _command(argv: list[str]) -> str:
 
 
 class _ToStderr(logging.Handler):
-    """Whatever stderr is when something is said: a status line puts another stream there."""
+    """Whatever stderr is when something is said: a status line puts another stream there.
+
+    A record with `at_end` is about the result: it comes below it, in red on terminals.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_end: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        if getattr(record, "at_end", False):
+            self.at_end.append(self.format(record))
+        else:
+            print(self.format(record), file=sys.stderr)
+
+
+def _say_the_last_words() -> None:
+    sys.stdout.flush()
+    for handler in logging.getLogger("sparsebit").handlers:
+        for line in handler.at_end if isinstance(handler, _ToStderr) else ():
+            say(f"\x1b[1;31m{line}\x1b[0m" if sys.stderr.isatty() else line)
 
 
 def _warn_in_one_line() -> None:
     """Warnings of the library on stderr; those of torch and its exporter only in the log of a run."""
     log = logging.getLogger("sparsebit")
-    if not any(getattr(handler, "of_command", False) for handler in log.handlers):
-        handler = _ToStderr()
-        handler.setLevel(logging.WARNING)
-        handler.setFormatter(logging.Formatter("warning: %(message)s"))
-        handler.of_command = True  # type: ignore[attr-defined]
+    handler = next((handler for handler in log.handlers if isinstance(handler, _ToStderr)), _ToStderr())
+    handler.at_end.clear()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    if handler not in log.handlers:
         log.addHandler(handler)
     logging.captureWarnings(True)
     others = logging.getLogger("py.warnings")

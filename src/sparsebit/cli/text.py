@@ -13,6 +13,7 @@ from sparsebit.cli.objects import call
 from sparsebit.cli.output import InputError, one_line
 
 FORMS = "a .txt file, or an .npy file of tokens"
+USUAL_LENGTH = 512
 
 
 def model_folder(spec: str) -> Path:
@@ -89,13 +90,21 @@ def _of_array(path: Path) -> Any:
     return torch.from_numpy(array.astype(np.int64))
 
 
-def check_vocabulary(spec: str, tokens: Any, config: Any) -> None:
-    """Tokens of another tokenizer would stop the model somewhere inside."""
-    size = getattr(config, "vocab_size", None)
+def check_tokens(spec: str, tokens: Any, config: Any, length: int | None) -> int:
+    """How long sequences are. Tokens of another tokenizer, and too long sequences, would stop the model inside."""
+    from sparsebit.llm.data import positions_of
+
+    size = getattr(config.get_text_config(), "vocab_size", None)
     if size is not None and (int(tokens.max()) >= size or int(tokens.min()) < 0):
         raise InputError(
             f"{spec}: has the token {int(tokens.max())}, but the model knows {size}: made with another tokenizer?"
         )
+    most = positions_of(config)
+    if most is not None and length is not None and length > most:
+        raise InputError(f"--length {length}: the model was made for {most} tokens; say {most} or less")
+    if most is not None and tokens.dim() == 2 and tokens.shape[1] > most:
+        raise InputError(f"{spec}: has sequences of {tokens.shape[1]} tokens; the model was made for {most}")
+    return length or min(USUAL_LENGTH, most or USUAL_LENGTH)
 
 
 def windows(tokens: Any, length: int, samples: int) -> list[Any]:

@@ -85,10 +85,11 @@ class Captured:
     def __len__(self) -> int:
         return len(self.hidden)
 
-    def copy(self) -> Captured:
-        """With hidden states of its own."""
+    def copy(self, start: int = 0) -> Captured:
+        """With hidden states of its own, of the batches from `start` on."""
         other = Captured(len(self.calls))
-        other.hidden, other.calls, other.wraps = copied(self.hidden), self.calls, self.wraps
+        other.hidden = self.hidden[start:] if start else copied(self.hidden)
+        other.calls, other.wraps = [calls[start:] for calls in self.calls], self.wraps[start:]
         other.needed = self.needed
         return other
 
@@ -106,12 +107,13 @@ class Replay:
     outputs: dict[int, Any]
     wraps: list[Wrap]
 
-    def player(self, index: int) -> Callable[..., Any]:
+    def player(self, index: int, again: bool = False) -> Callable[..., Any]:
+        """A forward that gives the outputs batch after batch; with `again` those of the first batch every time."""
         parameters, count = parameters_of(self.blocks[index]), [0]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             batch, hidden = count[0], call_of(args, kwargs, parameters)[1]
-            count[0] += 1
+            count[0] += not again
             return self.wraps[batch](self.outputs[index][batch] if index in self.outputs else hidden)
 
         return forward
@@ -179,8 +181,8 @@ def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
             block.__dict__.pop("forward", None)
 
 
-def runner(model: Any) -> Callable[[Any], Any]:
-    """Runs the model on a batch, without a cache of keys and values."""
+def runner(model: Any) -> Callable[..., Any]:
+    """Runs the model on a batch, without a cache of keys and values; more arguments go by name."""
     signature = signature_of(model)
     config: Any = getattr(model, "config", None)
     takes = {p.kind for p in signature.parameters.values()}
@@ -189,9 +191,11 @@ def runner(model: Any) -> Callable[[Any], Any]:
     extra = {"use_cache": False} if "use_cache" in signature.parameters or passed_on else {}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
-    def run(batch: Any) -> Any:
+    def run(batch: Any, **more: Any) -> Any:
         args, kwargs = as_call(batch, signature)
-        return model(*to_device(args, device), **{**to_device(kwargs, device), **extra})
+        return model(
+            *to_device(args, device), **{**to_device(kwargs, device), **extra, **to_device(more, device)}
+        )
 
     return run
 

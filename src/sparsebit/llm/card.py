@@ -60,7 +60,7 @@ def _sizes(report: Report) -> Iterator[str]:
 
 def _quality(report: Report) -> Iterator[str]:
     """Figures that were measured; a report without them has no rows."""
-    for label, value in getattr(report, "measured", {}).items():
+    for label, value in report.measured.rows() if report.measured else ():
         yield f"| {label} | {value} |"
     for name in report.worst(1):
         yield f"| output changed most | {report.layers[name]['error']:.2%} in {name} |"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.feeding import as_iterable, tracked
+from sparsebit.graph.feeding import tracked
 from sparsebit.llm.blocks import Tower
 from sparsebit.llm.capture import (
     Captured,
@@ -29,35 +29,39 @@ from sparsebit.llm.capture import (
     runner,
     wrapper,
 )
+from sparsebit.llm.data import Data
 from sparsebit.llm.sources import InMemory
 
 
 class Relay:
-    """The calibration data of one source, tower by tower."""
+    """The calibration data of one source, tower by tower: batches to fit on, then `held` ones to measure on."""
 
-    def __init__(self, source: InMemory, batches: Any, spill: Path | None, progress: bool | None) -> None:
+    def __init__(self, source: InMemory, data: Data, spill: Path | None, progress: bool | None) -> None:
         self.source, self.spill, self.progress = source, spill, progress
         towers = source.layout.towers
-        self.batches = list(as_iterable(batches)) if len(towers) > 1 else as_iterable(batches)
+        self.batches, self.held = [*data.fitted, *data.held], len(data.held)
         self.order = list(range(len(towers)))
         self.needed: dict[int, set[int]] = {}
         if len(towers) > 1:
-            if not self.batches:
-                raise CalibrationError(
-                    "no calibration data: `batches` is empty; 32 sequences are a good start"
-                )
-            self.order, self.needed = _Survey(source, next(iter(self.batches))).found()
+            self.order, self.needed = _Survey(source, self.batches[0]).found()
         self.first = self._capture(self.order[0], [])
 
-    def towers(self, copies: bool = False) -> Iterator[tuple[int, Captured]]:
+    @property
+    def fitted(self) -> int:
+        """How many batches are fitted on."""
+        return len(self.batches) - self.held
+
+    def towers(self, copies: bool = False, start: int = 0) -> Iterator[tuple[int, Captured]]:
         """The number of each tower and what enters it. The caller puts outputs into `hidden`, block by block.
 
         copies  so that the towers can be gone through again.
+        start   only the batches from this one on.
         """
         done: list[Replay] = []
         for t in self.order:
-            captured = self.first if t == self.order[0] else self._capture(t, done)
-            captured = captured.copy() if copies else captured
+            captured = self.first if t == self.order[0] else self._capture(t, done, start)
+            if copies:
+                captured = captured.copy(start if captured is self.first else 0)
             yield t, captured
             blocks = self.blocks(t)
             done.append(Replay(blocks, {**captured.inner, len(blocks) - 1: captured.hidden}, captured.wraps))
@@ -66,9 +70,9 @@ class Relay:
         found: Any = self.source.model.get_submodule(self.source.layout.towers[tower].path)
         return list(found)
 
-    def _capture(self, t: int, done: list[Replay]) -> Captured:
+    def _capture(self, t: int, done: list[Replay], start: int = 0) -> Captured:
         tower, source = self.source.layout.towers[t], self.source
-        used = tracked(self.batches, self.progress, "capturing")
+        used = tracked(self.batches[start:], self.progress, "capturing")
         block = source.sample(start_of(source, tower))
         try:
             found = capture(source.model, self.blocks(t), used, block, self.spill, done)
@@ -81,6 +85,27 @@ class Relay:
 def start_of(source: InMemory, tower: Tower) -> int:
     """The number of a tower's first block."""
     return next(i for i, (other, _) in enumerate(source.layout.places) if other is tower)
+
+
+class Ends:
+    """What comes out of the towers for the held-back batches, in both models."""
+
+    def __init__(self, relay: Relay) -> None:
+        self.relay = relay
+        self.towers: list[tuple[list[Any], Captured, Captured]] = []
+
+    def add(self, tower: int, captured: Captured, floats: Captured) -> None:
+        self.towers.append((self.relay.blocks(tower), captured, floats))
+
+    def players(self, which: int, batch: int) -> dict[Any, Callable[..., Any]]:
+        """The blocks of all towers, with the outputs of one batch; 0: quantized, 1: float. Counted from the end."""
+        forwards: dict[Any, Callable[..., Any]] = {}
+        for blocks, *both in self.towers:
+            found = both[which]
+            outputs = {**found.inner, len(blocks) - 1: found.hidden}
+            replay = Replay(blocks, {j: [o[batch]] for j, o in outputs.items()}, [found.wraps[batch]])
+            forwards.update({block: replay.player(j, again=True) for j, block in enumerate(blocks)})
+        return forwards
 
 
 class _Enough(Exception):

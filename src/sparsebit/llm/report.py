@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebit.llm.blocks import Layout
+from sparsebit.llm.quality import Quality, advice
 from sparsebit.llm.readers import Row
 
 
@@ -24,6 +25,10 @@ class Report:
     left: tuple[
         str, ...
     ] = ()  # layers of the blocks that stay float: no reader has a place for them, or nothing calls them
+    measured: Quality | None = (
+        None  # of the whole model; None without data, or where it gives no scores of tokens
+    )
+    run: dict[str, Any] = field(default_factory=dict, repr=False)  # what was asked for
 
     @property
     def average_bits(self) -> float:
@@ -39,6 +44,13 @@ class Report:
     def sparsity(self) -> float | None:
         """The share of zeros that pruning made; None where weights were quantized."""
         return self._mean("sparsity") if any("sparsity" in a for a in self.layers.values()) else None
+
+    @property
+    def warning(self) -> str:
+        """A collapse of the whole model, and what to do; empty where there is none."""
+        if self.measured is None or not self.measured.collapsed:
+            return ""
+        return f"the model has collapsed: {self.measured}; {advice(self.run)}"
 
     def worst(self, n: int = 5) -> list[str]:
         """The layers whose output changed most."""
@@ -64,4 +76,7 @@ class Report:
         if self.left:
             lines.append(f"  {len(self.left)} layers of the blocks stay float, such as {self.left[0]}")
         lines += [str(row) for row in self.readers]
+        lines.append(
+            str(self.measured or "perplexity was not measured: no calibration tokens to measure it on")
+        )
         return "\n".join(lines)

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.feeding import as_iterable, tracked
+from sparsebit.graph.feeding import tracked
 from sparsebit.llm.allocate import allocate
 from sparsebit.llm.card import write_card
 from sparsebit.llm.certificate import Certificate
 from sparsebit.llm.conserve import check_conserved
+from sparsebit.llm.data import Data, prepare
 from sparsebit.llm.experts import layer_sizes
 from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
-from sparsebit.llm.plan import Grids, format_for, reorders
-from sparsebit.llm.relay import Relay
+from sparsebit.llm.plan import Grids, format_for, matrices, reorders
+from sparsebit.llm.quality import measure, quality_of
+from sparsebit.llm.relay import Ends, Relay
 from sparsebit.llm.report import Report
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
@@ -32,6 +35,7 @@ from sparsebit.llm.walk import Job, walk
 from sparsebit.numeric.quantized_weight import WIDTHS
 
 log = logging.getLogger("sparsebit")
+ZERO_POINTS = 2  # bits up to which symmetric grids without signed scales lose everything
 
 
 def quantize(
@@ -42,7 +46,7 @@ def quantize(
     method: str = "gptq",
     bits: int | None = None,
     group_size: int | None = None,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
     format: str | None = None,
     candidate_bits: tuple[int, ...] | None = None,
     average_bits: float | None = None,
@@ -65,7 +69,8 @@ def quantize(
     bits        of the codes; 4 where nothing is said.
     group_size  inputs that share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides a layer's
                 inputs.
-    symmetric   grids without zero points; their scales may be negative, so that 2 bits lose little by it.
+    symmetric   grids without zero points. None: without, which is as good at 2 bits, because scales may be negative.
+                With clip="minmax" they are not, so that 2 bits get zero points, unless that loses a reader.
     format      "compressed-tensors" (vLLM, transformers) or "gptq" (GPTQModel, vLLM, transformers); "int-quantized"
                 for 8-bit activations, "dense" for pruned weights. None: what fits the method.
     candidate_bits, average_bits   a width per layer from these, so that the codes take `average_bits` on average.
@@ -78,7 +83,9 @@ def quantize(
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
     force       write a checkpoint that no reader but `llm.load` runs; without it such a run does not begin.
 
-    A run that was interrupted goes on when it is called again with the same arguments, and ends in the same bytes.
+    The last sequences of `batches` (one of 16) are held back. On them the whole model is measured when it is done: see
+    `Report.measured`. A run that was interrupted goes on when it is called again with the same arguments, and ends in
+    the same bytes.
     """
     started = time.monotonic()
     METHODS[method]
@@ -91,56 +98,87 @@ def quantize(
     asked |= {"rotate": True} if rotate else {}
     _check(method, bits, candidate_bits, average_bits, options)
     source = open_source(model, blocks, towers)
-    if rotate:
-        batches = list(as_iterable(batches if batches is not None else []))
-        source = Rotated(source)
+    data = _data(source, batches, method, mixed=bool(candidate_bits))
+    source = Rotated(source) if rotate else source
     layout, dtype = format_for(source, format), _scale_dtype(source.model)
     job = Job(method, {}, options, layout, dtype, true_sequential, match_float)
-    certificate = Certificate(source, job, Grids(bits, group_size, symmetric, candidate_bits, force))
-    batches = certificate.sampled(batches)
+    grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force)
+    certificate = _certificate(source, job, grids, decide=symmetric is None)
+    asked["symmetric"] = all(spec.symmetric for spec in job.specs.values())
+    certificate.sampled(None if data is None else [*data.fitted, *data.held])
     with spilling(spill) as folder:
-        store = _work(source, batches, job, (save, asked, folder, progress))
+        store = _work(source, data, job, (save, asked, folder, progress))
     _finish(source, job, store, certificate)
     return _report(source, job, store, certificate, time.monotonic() - started)
 
 
-def _work(source: InMemory, batches: Any, job: Job, about: tuple[Any, ...]) -> Store:
-    """Measures, chooses widths where that is asked for, and walks through the blocks."""
+def _data(source: InMemory, batches: Any, method: str, mixed: bool) -> Data | None:
+    """The calibration data, checked; None where there is none and none is needed."""
+    reads = method not in IGNORES_DATA or mixed
+    if batches is None:
+        if method in NEEDS_DATA or mixed:
+            raise CalibrationError(f"batches: {method} needs calibration data; 32 sequences are a good start")
+        return None
+    widest = max((inputs for _, inputs, _ in matrices(source).values()), default=0)
+    return prepare(source.model, batches, widest, reads)
+
+
+def _certificate(source: InMemory, job: Job, grids: Grids, decide: bool) -> Certificate:
+    """Who will run it. 2 bits need zero points or signed scales; zero points where signs are not searched."""
+    found = Certificate(source, job, grids)
+    few = min(grids.candidates or (grids.bits,)) <= ZERO_POINTS and job.options.get("clip") == "minmax"
+    if not decide or not few:
+        return found
+    specs = dict(job.specs)
+    job.specs.clear()
+    try:
+        other = Certificate(source, job, replace(grids, symmetric=False))
+    except ConfigError:
+        other = None
+    if other is not None and not [
+        n for n, v in other.verdicts.items() if v.reason and not found.verdicts[n].reason
+    ]:
+        return other
+    job.specs.clear()
+    job.specs.update(specs)
+    return found
+
+
+def _work(source: InMemory, data: Data | None, job: Job, about: tuple[Any, ...]) -> Store:
+    """Measures, chooses widths where that is asked for, walks through the blocks, and measures the whole model."""
     save, asked, spill, progress = about
-    relay = _capture(source, batches, job, bool(asked["candidate_bits"]), (spill, progress))
+    relay = _capture(source, data, job, (spill, progress))
     store = Store(save, {**asked, **_identity(source, relay)})
     if asked["candidate_bits"] and relay is not None:
         widths = tuple(asked["candidate_bits"])
         found = _Steps(sensitivities(source, relay, job, widths), len(job.specs))
         _choose_bits(tracked(found, progress, "measuring"), job, store, asked["average_bits"])
-    steps = _Steps(walk(source, relay, job, store), len(source.layout))
+    ends = None if relay is None else Ends(relay)
+    steps = _Steps(walk(source, relay, job, store, ends), len(source.layout))
     for i in tracked(steps, progress, "quantizing"):
         log.info("block %d of %d is stored", i + 1, len(source.layout))
+    if ends is not None and data is not None:
+        quality = measure(ends, data.apart)
+        store.note("measured", None if quality is None else quality.facts())
     return store
 
 
 def _capture(
-    source: InMemory, batches: Any, job: Job, mixed: bool, about: tuple[Path | None, bool | None]
+    source: InMemory, data: Data | None, job: Job, about: tuple[Path | None, bool | None]
 ) -> Relay | None:
-    """What enters the blocks, where the method wants to know."""
+    """What enters the blocks, where there is data."""
     spill, progress = about
     if reorders(job) and not job.format.reorders:
         raise ConfigError(
             f"static_groups: {job.format.TYPE} has no groups in the order of the inputs' size; "
             "leave static_groups=True, or use format='gptq'"
         )
-    if batches is None:
-        if job.method in NEEDS_DATA or mixed:
-            raise CalibrationError(
-                f"batches: {job.method} needs calibration data; 32 sequences are a good start"
-            )
+    if data is None:
         return None
-    unread = job.method in IGNORES_DATA and not mixed
+    found = Relay(source, data, spill, progress)
     if isinstance(source, Rotated):
-        found = Relay(source, batches[:1] if unread else batches, spill, progress)
-        source.prove(found.first, batches)
-        return None if unread else found
-    return None if unread else Relay(source, batches, spill, progress)
+        source.prove(found.first, found.batches)
+    return found
 
 
 def _identity(source: InMemory, relay: Relay | None) -> dict[str, str]:
@@ -162,10 +200,16 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
     left = tuple(name for name in source.layout.names() if name not in job.specs)
     readers = certificate.rows(store.folder)
     store.note("readers", [row.facts() for row in readers])
+    store.note("float_bytes", float_bytes(source))
+    facts = store.state.get("measured")
     report = Report(
-        store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left
-    )
+        store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left,
+        quality_of(facts) if facts else None, store.state["run"],
+    )  # fmt: skip
+    store.note("warning", report.warning)
     write_card(report, store.state["run"], certificate.plan.config)
+    if report.warning:
+        log.warning("%s", report.warning, extra={"at_end": True})
     certificate.check(report)
     return report
 
@@ -220,6 +264,12 @@ def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) 
     written = [name for i in range(len(layout)) for name in store.names(i)] + list(rest)
     check_conserved(source, job.specs, job.format, written)
     store.finish(len(layout), rest, config, source.folder)
+
+
+def float_bytes(source: InMemory) -> int:
+    """The size of the model as it came."""
+    state = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in source.names.state.items()}
+    return sum(t.numel() * t.element_size() for t in source.names.to_files(state).values())
 
 
 def _scale_dtype(model: nn.Module) -> torch.dtype:

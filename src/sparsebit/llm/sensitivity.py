@@ -32,17 +32,24 @@ def sensitivities(
     for t, captured in relay.towers(copies=True):
         start = start_of(source, source.layout.towers[t])
         for i in range(start, start + len(captured.calls)):
-            yield from _of_block(source, i, captured.calls[i - start], captured.hidden, job, candidates)
+            calls, inputs = captured.calls[i - start], (captured.hidden, relay.fitted)
+            yield from _of_block(source, i, calls, inputs, job, candidates)
             captured.passed(i - start)
 
 
 def _of_block(
-    source: InMemory, i: int, calls: list[Call], hidden: Any, job: Job, candidates: tuple[int, ...]
+    source: InMemory,
+    i: int,
+    calls: list[Call],
+    inputs: tuple[Any, int],
+    job: Job,
+    candidates: tuple[int, ...],
 ) -> Iterator[tuple[str, int, dict[int, float]]]:
-    """One block; `hidden` is then what it gives."""
+    """One block; `hidden` is then what it gives. Of its batches, the first ones are fitted on."""
+    hidden, fitted = inputs
     block, prefix = source.block(i), source.layout.prefix(i)
     linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
-    lane = Lane(block, calls, hidden, linears)
+    lane = Lane(block, calls[:fitted], hidden, linears)
     tried = range(min(TRIED, len(lane)))
     outputs = [lane.output(b) for b in tried]
     groups = sharing(lane.apart(), linears)
@@ -59,6 +66,8 @@ def _of_block(
         yield prefix + name, right.numel(), errors
     for b in range(len(lane)):
         hidden[b] = outputs[b] if b in tried else lane.output(b, last=True)
+    for b in range(fitted, len(calls)):
+        hidden[b] = calls[b].run(block, hidden[b])
 
 
 def _change(found: Tensor, expected: Tensor) -> float:

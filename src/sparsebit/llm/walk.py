@@ -6,6 +6,7 @@ solved, with the same outputs, so a run that was killed ends in the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -34,7 +35,7 @@ from sparsebit.llm.methods import (
     Solved,
     options_of,
 )
-from sparsebit.llm.relay import Relay, start_of
+from sparsebit.llm.relay import Ends, Relay, start_of
 from sparsebit.llm.smooth import Feeders, fold
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.spill import give_back
@@ -42,6 +43,7 @@ from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
 from sparsebit.numeric.gptq import Statistics
 from sparsebit.numeric.rtn import at_least_float, rtn
+from sparsebit.numeric.smoothquant import round_tokens
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.numeric.wanda import PrunedWeight
 
@@ -62,49 +64,67 @@ class Job:
     match_float: bool = False
 
 
-def walk(source: InMemory, relay: Relay | None, job: Job, store: Store) -> Iterator[int]:
-    """Yields each block's number when it is stored; tower after tower, in the order of running."""
+def walk(
+    source: InMemory, relay: Relay | None, job: Job, store: Store, ends: Ends | None = None
+) -> Iterator[int]:
+    """Yields each block's number when it is stored; tower after tower, in the order of running.
+
+    ends  gets what comes out of the towers.
+    """
     if relay is None:
         for t, tower in enumerate(source.layout.towers):
-            yield from _walk_tower(source, (t, Captured(len(tower)), None), job, store)
+            nothing = Captured(len(tower))
+            yield from _walk_tower(source, _Streams(t, nothing, nothing, 0, False), job, store)
         return
-    if not job.match_float or job.method in NO_TWIN:
-        for t, captured in relay.towers():
-            yield from _walk_tower(source, (t, captured, None), job, store)
-        return
-    floats = relay.towers(copies=True)
+    twin = job.match_float and job.method not in NO_TWIN and relay.fitted > 0
+    floats = relay.towers(copies=True, start=0 if twin else relay.fitted)
     first = next(floats)  # a copy, before the other one changes what they share
     for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
-        yield from _walk_tower(source, (t, captured, apart), job, store)
+        yield from _walk_tower(source, _Streams(t, captured, apart, relay.fitted, twin), job, store)
+        if ends is not None:
+            ends.add(t, captured, apart)
+
+
+@dataclass(frozen=True)
+class _Streams:
+    """What flows through one tower. The first `fitted` batches are fitted on, the others are only measured on."""
+
+    tower: int
+    captured: Captured
+    floats: Captured  # in the float model: all batches where there is a twin, else those that are measured on
+    fitted: int
+    twin: bool  # solvers want to know what the float model would have given
 
 
 @torch.no_grad()
-def _walk_tower(
-    source: InMemory, which: tuple[int, Captured, Captured | None], job: Job, store: Store
-) -> Iterator[int]:
-    """One tower: its number, what enters it, and what enters it in the float model where that is asked for."""
-    t, captured, floats = which
-    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[t])
+def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Iterator[int]:
+    captured, floats = flow.captured, flow.floats
+    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[flow.tower])
     for i in range(start, start + len(captured.calls)):
         block, prefix = source.block(i), source.layout.prefix(i)
-        float_block = copy.deepcopy(block) if floats is not None else None
-        calls, names = captured.calls[i - start], list(linears_of(block))
-        lane = Lane(block, calls, hidden, names)
+        float_block = copy.deepcopy(block) if flow.twin else None
+        calls, float_calls = captured.calls[i - start], floats.calls[i - start]
+        names = list(linears_of(block))
+        lane = Lane(block, calls[: flow.fitted], hidden, names)
         twin = None
-        if floats is not None and float_block is not None:
-            twin = Lane(float_block, floats.calls[i - start], floats.hidden, names)
+        if float_block is not None:
+            twin = Lane(float_block, float_calls[: flow.fitted], floats.hidden, names)
+        for b in range(len(twin or ()), len(float_calls)):  # before its weights change
+            floats.hidden[b] = float_calls[b].run(block, floats.hidden[b])
         if store.has(i):
             restore(source, i, block, store.read(i), job)
         else:
             solved, about = _solve_block(_Lanes(lane, twin, feeders), prefix, job)
             store.write(i, _tensors(source, i, block, solved, job.format), about)
-        for b in range(len(calls)):
+        for b in range(flow.fitted):
             hidden[b] = _checked(lane.output(b, last=True), prefix)
-            if twin is not None and floats is not None:
+            if twin is not None:
                 floats.hidden[b] = twin.output(b, last=True)
+        with _as_loaded(block, prefix, job):
+            for b in range(flow.fitted, len(calls)):
+                hidden[b] = _checked(calls[b].run(block, hidden[b]), prefix)
         captured.passed(i - start)
-        if floats is not None:
-            floats.passed(i - start)
+        floats.passed(i - start)
         alive = weakref.ref(block)
         del block, float_block, lane, twin
         if alive() is not None:  # modules that know their parents are cycles
@@ -112,6 +132,18 @@ def _walk_tower(
         if i % TRIM == TRIM - 1:
             give_back()
         yield i
+
+
+@contextlib.contextmanager
+def _as_loaded(block: nn.Module, prefix: str, job: Job) -> Iterator[None]:
+    """The block does what it will do when it is loaded: it may round the inputs of its layers, too."""
+    layers = [m for n, m in linears_of(block).items() if prefix + n in job.specs and job.format.activations]
+    hooks = [m.register_forward_pre_hook(lambda _, args: (round_tokens(args[0]), *args[1:])) for m in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass
@@ -223,6 +255,8 @@ def solve(
     if isinstance(q, PrunedWeight):
         about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
     about["stored_bits"] = round(q.stored_bits(), 4)
+    size = linear.weight.numel()
+    about["bytes"] = [size * linear.weight.element_size(), round(size * q.stored_bits() / 8)]  # before, after
     if statistics is not None:
         about["error"] = float(f"{_share_lost(linear.weight, statistics.hessian, q):.4g}")
     return q, about

@@ -6,6 +6,8 @@ of the inputs as importance that is the error of the layer's output, as far as i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -103,11 +105,19 @@ def fit_grid(
 
 
 def _tries(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The grids among which the mse clip chooses, along a new first axis."""
+    """The grids among which the mse clip chooses, along a new first axis.
+
+    With few levels the best grid need not lie in the range of the weights: those of symmetric grids are tried as well,
+    with the odd level below 0 and above. So zero points never lose against symmetric grids.
+    """
     shares = SHRINK.to(low.device).view(-1, *[1] * low.dim())
     scale, zero = grid_of(low * shares, high * shares, spec, scale_dtype)
-    signs = signs_of(spec)
-    return torch.cat([scale * sign for sign in signs]), torch.cat([zero] * len(signs))
+    if spec.symmetric or spec.bits > SIGNED:
+        signs = signs_of(spec)
+        return torch.cat([scale * sign for sign in signs]), torch.cat([zero] * len(signs))
+    peak = torch.maximum(-low, high) * shares
+    even, middle = grid_of(-peak, peak, replace(spec, symmetric=True), scale_dtype)
+    return torch.cat([scale, even, even]), torch.cat([zero, middle, middle - 1])
 
 
 def signs_of(spec: QuantSpec) -> tuple[int, ...]:

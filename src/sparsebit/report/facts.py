@@ -79,6 +79,8 @@ class Facts:
     pruned: list[tuple[str, int, int]] = field(default_factory=list)  # layer, channels before, after
     certificate: list[str] = field(default_factory=list)
     failure: str = ""  # of a file that was refused: where it starts to differ
+    warning: str = ""  # about the result as a whole, with what to do
+    alarming: tuple[str, ...] = ()  # labels of the headline that are shown in red
     todo: list[str] = field(default_factory=list)  # commands that would add something
     notes: list[str] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -136,7 +138,7 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
         facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
         _add_kernels(facts.layers, _read(folder / "model.report.json"))
     elif "failed_export" in about:
-        facts.failure = about["failed_export"]["error"]
+        facts.failure, facts.alarming = about["failed_export"]["error"], ("Certificate",)
         facts.certificate = about["failed_export"]["certificate"]
     else:
         facts.todo.append(f"No ONNX file yet: `sparsebit export {folder}` writes and checks one.")

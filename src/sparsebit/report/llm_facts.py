@@ -14,6 +14,15 @@ from typing import Any
 from sparsebit.report.facts import HURT_MOST, Facts, Layer
 from sparsebit.report.figures import decibel, size
 
+PERPLEXITY = "Perplexity"
+STATES = {
+    "runs": "runs",
+    "fits": "fits its rules",
+    "refused": "refuses it",
+    "failed": "FAILS",
+    "unknown": "not tried",
+}
+
 
 def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
     facts = Facts(folder.resolve().name, "llm quantize", version, settings=about["run"])
@@ -22,6 +31,8 @@ def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
     if not (folder / "config.json").is_file():
         facts.todo.append("This run is not finished: repeat its command with --resume.")
     facts.headline = list(_headline(folder, about))
+    facts.alarming = tuple(_alarming(about))
+    facts.warning = about.get("warning", "")
     facts.todo += list(_worst(facts.layers))
     facts.notes = [f"{name}: {row['note']}" for name, row in about["layers"].items() if "note" in row]
     return facts
@@ -30,15 +41,39 @@ def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
 def _layer(name: str, method: str, row: dict[str, Any]) -> Layer:
     error = row.get("error")
     own = None if error is None else -10 * math.log10(error) if error > 0 else math.inf
-    return Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", method, own=own)
+    zeros = f", {row['sparsity']:.0%} zeros" if "sparsity" in row else ""
+    found = Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", f"{method}{zeros}", own=own)
+    found.bytes, found.quantized_bytes = row.get("bytes", (0, 0))
+    return found
 
 
 def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    measured = about.get("measured")
+    if measured:
+        before, after, kl = (float(measured[key]) for key in ("before", "after", "kl"))
+        held = "held-back" if measured["apart"] else "calibration"
+        remark = f"KL to float {kl:.3g} nats, on {measured['tokens']} {held} tokens"
+        yield PERPLEXITY, f"{before:.4g} → {after:.4g}", remark
+    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
+    before, after = about.get("float_bytes", 0), sum(files)
+    grown = f"{100 * after / before:.0f} % of the size; " if before else ""
+    sizes = f"{size(before)} → {size(after)}" if before else size(after)
+    yield "Checkpoint", sizes, f"{grown}{len(files)} files, {about['run']['format']}"
+    for row in about.get("readers", ()):
+        name = f"{row['reader']} {row['version']}".strip()
+        yield name, STATES.get(row["state"], row["state"]), row["text"]
     widths = Counter(row["bits"] for row in about["layers"].values())
     text = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items()))
     yield "Layers", str(sum(widths.values())), text
-    files = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    yield "Checkpoint", size(sum(files)), f"{len(files)} files, {about['run']['format']}"
+
+
+def _alarming(about: dict[str, Any]) -> Iterator[str]:
+    """Labels of the headline that tell of something bad."""
+    if about.get("warning"):
+        yield PERPLEXITY
+    for row in about.get("readers", ()):
+        if row["state"] == "failed":
+            yield f"{row['reader']} {row['version']}".strip()
 
 
 def _worst(layers: list[Layer]) -> Iterator[str]:

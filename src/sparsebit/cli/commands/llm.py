@@ -28,7 +28,14 @@ Text = Annotated[
     str | None,
     typer.Option("--data", metavar="FILE", help="a .txt file, or an .npy file of tokens", show_default=False),
 ]
-Length = Annotated[int, typer.Option(min=2, help="tokens of a sequence")]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="tokens of a sequence; the usual number is 512, or what the model was made for",
+        show_default=False,
+    ),
+]
 
 
 @llm.command(epilog="Example: sparsebit llm quantize models/llama --data text.txt --bits 4 -o runs/w4")
@@ -40,7 +47,7 @@ def quantize(
     ],
     data: Text = None,
     samples: Annotated[int, typer.Option(min=1, help="sequences of the data that are used")] = 128,
-    length: Length = 512,
+    length: Length = None,
     resume: options.Resume = False,
     json: options.Json = False,
     **given: Any,
@@ -68,6 +75,8 @@ def quantize(
         show_error(str(error))
         raise typer.Exit(1) from None
     facts = {"average_bits": report.average_bits, "stored_bits": report.stored_bits, "layers": report.layers}
+    facts["measured"] = report.measured.facts() if report.measured else None
+    facts |= {"warning": report.warning, "readers": [row.facts() for row in report.readers]}
     result = {"ok": True, "folder": str(output), "seconds": report.seconds, **facts}
     show(result, f"{report}\nwritten to   {output}", json)
 
@@ -76,13 +85,13 @@ def quantize(
 def evaluate(
     folder: Folder,
     data: Text = None,
-    length: Length = 512,
+    length: Length = None,
     json: options.Json = False,
 ) -> None:
     """Measure the perplexity of a model, quantized or not, on a text; less is better."""
     import math
 
-    from sparsebit.cli.text import check_vocabulary, load_model, model_folder, read_tokens
+    from sparsebit.cli.text import check_tokens, load_model, model_folder, read_tokens
 
     source = model_folder(folder)
     if data is None:
@@ -93,7 +102,7 @@ def evaluate(
 
     with status("loading the model and the text"):
         tokens, model = read_tokens(data, source), load_model(source)
-    check_vocabulary(data, tokens, model.config)
+    length = check_tokens(data, tokens, model.config, length)
     rows = [r for r in (tokens.split(length) if tokens.dim() == 1 else tokens) if len(r) > 1]
     total = sum(math.log(perplexity(model, r[None])) * (len(r) - 1) for r in tracked(rows, None, "measuring"))
     count = sum(len(r) - 1 for r in rows)
@@ -166,16 +175,16 @@ def _line() -> str | None:
         return None
 
 
-def _batches(folder: Path, data: str, samples: int, length: int) -> list[Any]:
+def _batches(folder: Path, data: str, samples: int, length: int | None) -> list[Any]:
     from transformers import AutoConfig
 
     from sparsebit.cli.objects import call
-    from sparsebit.cli.text import check_vocabulary, read_tokens, windows
+    from sparsebit.cli.text import check_tokens, read_tokens, windows
 
     with status("reading the text"):
         tokens = read_tokens(data, folder)
-    check_vocabulary(data, tokens, call(str(folder), lambda: AutoConfig.from_pretrained(folder)))
-    return windows(tokens, length, samples)
+    config = call(str(folder), lambda: AutoConfig.from_pretrained(folder))
+    return windows(tokens, check_tokens(data, tokens, config, length), samples)
 
 
 def _check_output(folder: Path, resume: bool) -> None:

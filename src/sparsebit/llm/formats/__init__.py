@@ -26,6 +26,7 @@ class Format:
     reorders: ClassVar[bool] = False  # its readers know a g_idx
     plain: ClassVar[bool] = False  # float weights, named and shaped as in the model
     one_group_size: ClassVar[bool] = False  # config.json has a single size for all layers
+    activations: bool = False  # layers round what they get to 8 bits, token by token
 
     def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What `encode` will give for such a layer: suffix -> shape and dtype.

@@ -36,6 +36,7 @@ def as_html(facts: Facts) -> str:
 
 def _parts(facts: Facts) -> Iterator[str]:
     yield _tiles(facts)
+    yield f'<p class="bad warning">✗ {escape(facts.warning)}</p>' if facts.warning else ""
     yield _section("What to try next", _fixes(facts))
     measured = [x for x in facts.layers if x.noise is not None]
     yield _section("Error per layer", _chart(measured))
@@ -61,7 +62,7 @@ def _items(lines: Iterable[str]) -> str:
 def _tiles(facts: Facts) -> str:
     tiles = []
     for label, value, remark in facts.headline:
-        failed = " failed" if facts.failure and label == "Certificate" else ""
+        failed = " failed" if label in facts.alarming else ""
         tiles.append(
             f'<div class="tile{failed}"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
         )

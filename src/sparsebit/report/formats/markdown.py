@@ -12,6 +12,7 @@ from sparsebit.report.formats import FORMATS
 @FORMATS.register("md")
 def as_markdown(facts: Facts) -> str:
     parts = [f"# {facts.command} {facts.title}", _table(["", "", ""], facts.headline)]
+    parts += [f"**Warning**: {facts.warning}"] if facts.warning else []
     lines = [f"- `{x.name}`: {decibel(x.effect)} at the output; try `{x.fix}`" for x in facts.hurt_most]
     lines += [f"- {text}" for text in facts.todo]
     if lines:
@@ -53,6 +54,9 @@ def as_markdown(facts: Facts) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns without a word in them are left out."""
+    used = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    head, rows = [head[i] for i in used], [[row[i] for i in used] for row in rows]
     cell = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) if rows else ""
