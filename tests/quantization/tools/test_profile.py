@@ -162,7 +162,7 @@ def test_layers_inside_islands():
 
 def test_text_dict_and_repr():
     report = profile(sparsebit.quantize(small_net(), X, W4A4), X)
-    assert repr(report) == str(report) and all(row.name in str(report) for row in report.rows)
+    assert repr(report) == str(report) and all(row.path in str(report) for row in report.rows)
     assert json.loads(json.dumps(report.as_dict()))["rows"][0]["name"] == report.rows[0].name
     harmless = [r for r in report.rows if r.effect > report.total + 20]
     assert harmless and not any(r.fix for r in harmless)

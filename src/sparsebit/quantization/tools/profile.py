@@ -33,7 +33,7 @@ from sparsebit.quantization.tools.layers import (
     switched_on,
     undisturbed,
 )
-from sparsebit.quantization.tools.text import table
+from sparsebit.quantization.tools.text import labels, table
 
 HARMLESS = 20.0  # dB above the whole model: a layer that makes less than 1 % of the noise needs no fix
 
@@ -88,10 +88,10 @@ class Profile:
         return asdict(self)
 
     def __str__(self) -> str:
-        rank = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}
+        rank, name = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}, labels(self.rows)
         cells = [
             [
-                r.name,
+                name[r.name],
                 _db(r.effect),
                 _db(r.own),
                 rank[r.name],
