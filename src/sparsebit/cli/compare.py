@@ -65,7 +65,7 @@ def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] 
         with tempfile.TemporaryDirectory() as folder:
             plain = Path(folder) / "float.onnx"
             with status("writing the float model, to time it"):
-                _write_float(net, example, plain)
+                _write_float(net, batches[0], plain)
             with status("timing the float and the new file"):
                 return best_times({"float": plain, "new": file}, example)
     except (ExportError, OSError) as error:  # a float file that cannot be written costs only its time
@@ -74,14 +74,15 @@ def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] 
         return None
 
 
-def _write_float(net: Any, example: Any, path: Path) -> None:
+def _write_float(net: Any, batch: Any, path: Path) -> None:
     from torch import nn
 
-    from sparsebit.cli.work import batch_axes
+    from sparsebit.cli.free_batch import free_batch
     from sparsebit.export.plain import export_module, write_program
 
     if isinstance(net, nn.Module):
-        export_module(net, example, path, dynamic_axes=batch_axes(net, example))
+        batch, axes = free_batch(net, batch, quiet=True)
+        export_module(net, example_of(net, batch), path, dynamic_axes=axes)
     else:  # an exported program, which has its sizes already
         write_program(net, path)
 

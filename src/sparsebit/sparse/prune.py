@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -41,8 +40,6 @@ def call_of(example: Any) -> Call:
 
 
 def check_model(model: Any) -> None:
-    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        raise SparsebitError("model: is compiled TorchScript; pass the nn.Module that it was made from")
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")

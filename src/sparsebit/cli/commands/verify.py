@@ -15,7 +15,10 @@ from sparsebit.cli.progress import start, status
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
 def verify(
-    file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="the file", show_default=False)],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.onnx", help="the file, or the folder of its run", show_default=False),
+    ],
     run: Annotated[
         Path | None, typer.Option(metavar="RUN", help="its run; the folder of the file, if left out")
     ] = None,
@@ -26,8 +29,7 @@ def verify(
 
     Of a pruned model, the outputs. Exit code 1 if the certificate does not hold.
     """
-    if not file.is_file():
-        raise InputError(f"{file}: no such file")
+    file = _file(file)
     start()
     import sparsebit
     from sparsebit.cli import work
@@ -42,3 +44,18 @@ def verify(
         report = sparsebit.verify(file, model, found[:batches])
     show(report.as_dict(), str(report), json)
     return 0 if report.ok else 1
+
+
+def _file(path: Path) -> Path:
+    """The ONNX file; of a folder, the one that its run wrote."""
+    from sparsebit.cli.work import ONNX
+
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise InputError(f"{path}: no such file; name the ONNX file, or the folder of its run")
+    if (path / ONNX).is_file():
+        return path / ONNX
+    others = sorted(p.name for p in path.glob("*.onnx") if not p.name.endswith(".failed.onnx"))
+    what = f"it has {', '.join(others)}: name one" if others else f"`sparsebit export {path}` writes one"
+    raise InputError(f"{path}: is a folder without a {ONNX}; {what}")
