@@ -9,7 +9,7 @@ from sparsebit.cli.output import say
 
 
 def free_batch(model: Any, batch: Any, quiet: bool = False) -> tuple[Any, dict[str, Any] | None]:
-    """The batch to export with, and dynamic_axes for the first axis of every input; None: the file takes this size only.
+    """The batch to export with, and dynamic_axes for the first axis of its inputs; None: the file takes this size only.
 
     torch's exporter takes a size of one for a constant, so a batch of one is doubled.
     """
