@@ -16,7 +16,7 @@ from sparsebit.graph.grouped import grouped_mm
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.costs import macs_quantized
 
-QADD = {"A": {"QADD": {"ENABLE_QUANT": True}}}
+QADD = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
 
 
 class Call(nn.Module):
@@ -160,7 +160,9 @@ def test_bias_correction_leaves_padding_at_zero(bias):
     x = torch.rand(4, 6, 16)
     x[:, 4:] = 0
     qmodel = sparsebit.quantize(
-        net, [x], {"W": {"QUANTIZER": {"BIT": 3}}, "SCHEDULE": {"BIAS_CORRECTION": True}}
+        net,
+        [x],
+        {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 3}}, "SCHEDULE": {"BIAS_CORRECTION": True}},
     )
     corrected = qmodel.model._0.bias_correction.abs().sum() > 0
     assert corrected == bias

@@ -473,7 +473,7 @@ def test_everything_is_as_public_as_it_was():
 def test_feature_match():
     """The loss is what its formula says, is zero for equal models, and reaches the weights."""
     net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
-    config = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+    config = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
     qmodel = sparsebit.quantize(net, [x], config, progress=False)
     qmodel.init_QAT()
     match = sparsebit.qat.FeatureMatch(qmodel, net)

@@ -120,7 +120,7 @@ def test_a_quantizer_that_sees_no_float_data_is_switched_off(caplog):
         def forward(self, x, index):
             return F.softmax(x, -1) + torch.add(index, index)
 
-    cfg = {"A": {"QADD": {"ENABLE_QUANT": True}}}
+    cfg = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
     with caplog.at_level(logging.WARNING, "sparsebit"):
         qmodel = sparsebit.quantize(Odd(), [(torch.randn(3, 4), torch.ones(4, dtype=torch.long))], cfg)
     assert "add_identity0.input_quantizer saw no floating-point data" in caplog.text
@@ -198,6 +198,7 @@ def test_gradients_reach_the_weights(net):
 # -- config ------------------------------------------------------------------------------------------
 def test_specific_by_fx_name_and_by_path_later_wins(net, caplog):
     cfg = {
+        "BACKEND": "virtual",
         "W": {
             "SPECIFIC": [
                 {"*": ["QUANTIZER.BIT", 6]},
@@ -225,7 +226,7 @@ def test_specific_by_fx_name_and_by_path_later_wins(net, caplog):
 
 
 def test_skipped_modules_stay_float_and_whole(net):
-    qmodel = QuantModel(net, {"SKIP_TRACE_MODULES": ["layer1.*"]})
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SKIP_TRACE_MODULES": ["layer1.*"]})
     assert any("layer1.0 (Block)" in op for op in qmodel.float_ops.values())
     x = images()[0]
     torch.testing.assert_close(qmodel(x), net(x))
@@ -233,7 +234,7 @@ def test_skipped_modules_stay_float_and_whole(net):
 
 def test_bad_config_is_refused_before_work_starts(net):
     with pytest.raises(ConfigError, match=r"W.QUANTIZER.BITS: unknown option; did you mean BIT\?"):
-        QuantModel(net, {"W": {"QUANTIZER": {"BITS": 8}}})
+        QuantModel(net, {"BACKEND": "virtual", "W": {"QUANTIZER": {"BITS": 8}}})
 
 
 def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
@@ -251,7 +252,7 @@ def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
     assert list(qmodel.islands) == ["1"] and "1: TraceError" in caplog.text
     assert {"_1_fc.weight_quantizer", "_1_fc.input_quantizer"} <= set(dict(qmodel.named_quantizers()))
     assert 30 < sqnr(model(x), qmodel(x)) < 60
-    half = QuantModel(model, {"W": {"SPECIFIC": [{"1.fc": ["QUANTIZER.BIT", 4]}]}})
+    half = QuantModel(model, {"BACKEND": "virtual", "W": {"SPECIFIC": [{"1.fc": ["QUANTIZER.BIT", 4]}]}})
     assert half.model.get_submodule("1.fc").weight_quantizer.bit == 4
     asym = QuantModel(model).calibrate([x], asym=True)
     asym.set_quant(True, True)
@@ -262,7 +263,7 @@ def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
 @pytest.mark.parametrize("bias", [False, True])
 def test_batchnorm_folding(bias):
     net, x = small_net(bias=bias), images()[0]
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert not any("BatchNorm" in type(m).__name__ for m in qmodel.model.modules())
     torch.testing.assert_close(qmodel(x), net(x), rtol=1e-4, atol=1e-5)
 
@@ -273,7 +274,7 @@ def test_batchnorm_folds_into_transposed_convolution(groups):
 
     net = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=groups), nn.BatchNorm2d(6)))
     x = torch.randn(2, 4, 5, 5)
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert len(qmodel.model.graph.nodes) == 3
 
 
@@ -290,7 +291,7 @@ def test_batchnorm_is_not_folded_into_a_shared_or_branching_convolution():
     from models import randomise
 
     net, x = randomise(Shared()), images()[0]
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert sum("BatchNorm" in type(m).__name__ for m in qmodel.model.modules()) == 2
     torch.testing.assert_close(qmodel(x), net(x))
 
@@ -323,7 +324,7 @@ def test_absorbed_activations():
         nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(64, 4), nn.GELU()
     )
     on = QuantModel(net, {})
-    off = QuantModel(net, {"SCHEDULE": {"DISABLE_UNNECESSARY_QUANT": False}})
+    off = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"DISABLE_UNNECESSARY_QUANT": False}})
     absorbed = lambda q: [
         n
         for n, m in q.model.named_children()
@@ -428,7 +429,7 @@ def test_bias_correction_takes_back_the_mean_error_of_weights():
         (nn.Linear(6, 8, bias=False), (640, 6)),
     ):
         net, x = nn.Sequential(layer).eval(), torch.rand(shape) + torch.rand(1, 6, *[1] * (len(shape) - 2))
-        cfg = {"W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+        cfg = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"DISABLE": True}}}
         plain = sparsebit.quantize(net, [x], cfg)
         fixed = sparsebit.quantize(net, [x], {**cfg, "SCHEDULE": {"BIAS_CORRECTION": True}})
         dims = [d for d in range(len(shape)) if d != 1]
