@@ -102,8 +102,8 @@ def prune(
     batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
               with (layers are fitted to the whole model). loss(output, target): cross entropy if nothing is said.
     scope     "layer" (the default): the same share of every layer; "global": of all together.
-    round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, unless
-              too little could go then. 1: any number.
+    round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, if
+              enough can go then. 1: any number.
     heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
     merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
               to change least; "auto": every pair of at most 32 channels, too narrow for kernels once halved; or names.

@@ -176,7 +176,7 @@ def test_skipped_and_overridden_batch_norms_are_not_folded():
 def test_a_frozen_batch_norm_stays_frozen():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).train()
     model[1].eval()
-    qmodel = QuantModel(model, {})
+    qmodel = QuantModel(model, {"BACKEND": "virtual"})
     assert qmodel.model._0.training and not qmodel.model._1.training
     torch.testing.assert_close(qmodel(X), model(X))
 
@@ -301,7 +301,7 @@ def test_calibration_under_inference_mode_leaves_trainable_scales():
 
 
 def test_an_interrupted_calibration_does_not_go_on_observing():
-    qmodel = QuantModel(nn.Sequential(nn.Conv2d(4, 4, 1)), {})
+    qmodel = QuantModel(nn.Sequential(nn.Conv2d(4, 4, 1)), {"BACKEND": "virtual"})
 
     def broken():
         yield X
@@ -345,9 +345,9 @@ def test_a_layer_without_data_comes_back_with_data():
             return self.a(x), self.b(y)
 
     model, v = Two(), torch.randn(4, 8)
-    qmodel = QuantModel(model, {}).calibrate([(v, v[:0])])
+    qmodel = QuantModel(model, {"BACKEND": "virtual"}).calibrate([(v, v[:0])])
     qmodel.set_quant(True, True)
-    fresh = QuantModel(model, {})
+    fresh = QuantModel(model, {"BACKEND": "virtual"})
     fresh.load_state_dict(qmodel.state_dict())
     fresh.set_quant(True, True)  # the state_dict carries that b saw nothing
     assert "saw no float data" in repr(fresh.model.b.input_quantizer)
@@ -371,4 +371,8 @@ def test_asym_with_star_arguments():
         def forward(self, *values):
             return self.fc(values[0])
 
-    assert QuantModel(Star(), {}).calibrate([(X,)], asym=True).model.fc.input_quantizer.calibrated
+    assert (
+        QuantModel(Star(), {"BACKEND": "virtual"})
+        .calibrate([(X,)], asym=True)
+        .model.fc.input_quantizer.calibrated
+    )

@@ -63,5 +63,5 @@ def test_fuse_bn_declines_where_the_axes_may_differ(net, shape):
     "layer", [nn.Conv1d(4, 4, 1), nn.Conv3d(4, 4, 1), nn.ConvTranspose1d(4, 4, 1), nn.Linear(4, 4)]
 )
 def test_activations_are_computed_with_the_layer_before_them(layer, act):
-    qmodel = QuantModel(nn.Sequential(layer, act, copy.deepcopy(act)), {})
+    qmodel = QuantModel(nn.Sequential(layer, act, copy.deepcopy(act)), {"BACKEND": "virtual"})
     assert qmodel.model._1.input_quantizer.absorbed and not qmodel.model._2.input_quantizer.absorbed

@@ -45,7 +45,7 @@ def registries_come_back():
 
 
 def section(letter, *overrides):
-    return getattr(sparsebit.QuantConfig.load({}).override(*overrides), letter.lower())
+    return getattr(sparsebit.QuantConfig.load({"BACKEND": "virtual"}).override(*overrides), letter.lower())
 
 
 def config(
