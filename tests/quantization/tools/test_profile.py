@@ -198,3 +198,22 @@ def test_what_cannot_work_says_so():
         profile(sparsebit.quantize(small_net(), X, W4A4), [])
     with pytest.raises(CalibrationError, match="no scale yet"):
         profile(QuantModel(small_net(), W4A4), X)
+
+
+def test_suggested_overrides_were_never_tried_together():
+    net = small_net()
+    report = profile(sparsebit.quantize(net, X, W4A4), X)
+    assert 1 <= len(report.suggested) <= 3 and report.together > report.total + 0.5
+    rows = [row for row in report.rows if row.name in report.suggested]
+    gained = total(net, repaired(W4A4, *rows), X[0]) - total(net, W4A4, X[0])
+    assert gained > 0.4  # also when the model is really built with them
+    assert all(row.fix in str(report) for row in rows) and f"-> {report.together:.1f} dB with:" in str(report)
+
+
+def test_overrides_that_do_not_help_the_model_are_not_suggested(monkeypatch):
+    from sparsebit.quantization.tools import profile as module
+
+    monkeypatch.setattr(module, "GAIN", 1000.0)
+    report = profile(sparsebit.quantize(small_net(), X, W4A4), X)
+    assert report.suggested == () and report.together is None
+    assert "no override of a few layers helps the whole model" in str(report)
