@@ -1,14 +1,16 @@
 """Quantization-aware training of ResNet-20 on CIFAR-10 from its pretrained weights (needs SPARSEBIT_ASSETS).
 
-    python benchmarks/qat_cifar.py [--rows "lsq W4A4" ...] [--epochs 3] [--steps N]
+    python benchmarks/qat_cifar.py [--rows "lsq W4A4" w3a3-qat ...] [--epochs 3] [--steps N] [--plain]
 
-First and last layer have 8 bits, and so has the pool in front of the last. 20,000 training images, the full test set;
+A row is a quantizer with bits, or a preset. First and last layer have 8 bits, and so has the pool in front of the
+last. 20,000 training images, the full test set;
 the float network is the teacher, by its logits and by what its blocks read (sparsebit.qat).
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Iterator
 
@@ -36,14 +38,16 @@ QUANTIZERS = {  # name -> of weights, of activations
 }
 
 
-def config(row: str) -> dict[str, object]:
-    """`lsq W4A4` -> the config; the grid starts where the rounding error of the data is least."""
+def config(row: str) -> dict[str, object] | str:
+    """`lsq W4A4` -> the config; the grid starts where the rounding error of the data is least. A preset is itself."""
+    if " " not in row:
+        return row
     name, bits = row.split()
     w_type, a_type = QUANTIZERS[name]
     outer = [{"conv1": ["QUANTIZER.BIT", 8]}, {"linear": ["QUANTIZER.BIT", 8]}]
     pool = [{"avg_pool2d": ["QUANTIZER.BIT", 8]}]  # its input is the last layer's, before the mean
     scheme = {"W": "per-channel-symmetric", "A": "per-tensor-affine"}
-    return {
+    sections = {
         letter: {
             "QSCHEME": scheme[letter],
             "QUANTIZER": {"TYPE": kind, "BIT": int(bits[1 + 2 * i])},
@@ -52,6 +56,12 @@ def config(row: str) -> dict[str, object]:
         }
         for i, (letter, kind) in enumerate((("W", w_type), ("A", a_type)))
     }
+    return {"BACKEND": "virtual", **sections}
+
+
+def bits_of(row: str) -> int:
+    """Of the activations: 3 of `lsq W4A3` and of `w4a3-qat`."""
+    return int(re.findall(r"\d", row)[-1])
 
 
 def batches(
@@ -95,8 +105,12 @@ def train(
     epochs: int,
     steps: int | None,
     bits: int,
+    plain: bool = False,
 ) -> list[Tensor]:
-    """Trains, and returns the running mean of the parameters, which is a model of its own."""
+    """Trains, and returns the running mean of the parameters, which is a model of its own.
+
+    plain   cross entropy with the labels only: no teacher.
+    """
     lr, size, inner = RECIPE[bits]
     total = steps or epochs * -(-len(x) // size)
     groups = qmodel.qat_parameter_groups(lr, weight_decay=1e-4)
@@ -109,13 +123,16 @@ def train(
     learned = [p for p in qmodel.parameters() if p.requires_grad]
     mean = [p.detach().clone() for p in learned]
     qmodel.train()
-    for step, (images, _) in enumerate(batches(x, y, epochs, size)):
+    for step, (images, labels) in enumerate(batches(x, y, epochs, size)):
         if step == total:
             break
         with torch.no_grad():
             wanted = teacher(images)
-        loss = sparsebit.qat.distillation_loss(qmodel(images), wanted, temperature=1.0)
-        loss = loss + inner * match.loss()
+        answer = qmodel(images)
+        if plain:
+            loss = F.cross_entropy(answer, labels)
+        else:
+            loss = sparsebit.qat.distillation_loss(answer, wanted, temperature=1.0) + inner * match.loss()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -132,6 +149,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--steps", type=int, help="stop after that many steps")
+    parser.add_argument("--plain", action="store_true", help="labels only, no teacher")
     parser.add_argument("--export", help="also write <row>.onnx into this folder, with its certificate")
     options = parser.parse_args()
     net = assets.cifar_resnet(20)
@@ -142,7 +160,7 @@ def main() -> None:
         start = time.process_time()
         qmodel = build(row, net, x)
         before = assets.top1(assets.logits(qmodel, test_x), test_y)
-        mean = train(qmodel, net, x, y, options.epochs, options.steps, int(row[-1]))
+        mean = train(qmodel, net, x, y, options.epochs, options.steps, bits_of(row), options.plain)
         after = assets.top1(assets.logits(qmodel, test_x), test_y)
         with torch.no_grad():
             for p, average in zip((p for p in qmodel.parameters() if p.requires_grad), mean):

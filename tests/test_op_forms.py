@@ -19,7 +19,7 @@ from op_options import Generated, Op, calls
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import QMODULE_MAP, is_known, qmodule_of
 
-CONFIG = {"A": {"QADD": {"ENABLE_QUANT": True}}}
+CONFIG = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
 ERROR = 0.06  # of 8-bit values, relative to the output
 
 

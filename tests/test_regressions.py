@@ -23,7 +23,9 @@ from sparsebit.quantization.quantizers import build_quantizer
 
 
 def config(*overrides):
-    return sparsebit.QuantConfig.load({"SCHEDULE": {"FUSE_BN": True}}).override(*overrides)
+    return sparsebit.QuantConfig.load({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}).override(
+        *overrides
+    )
 
 
 def scales(qmodel):

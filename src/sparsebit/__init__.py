@@ -34,12 +34,20 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Any, batches: Any, config: Any = None, *, asym: bool = False, progress: bool | None = None
+    model: Any,
+    batches: Any,
+    config: Any = None,
+    *,
+    trace: str | None = None,
+    asym: bool = False,
+    progress: bool | None = None,
 ) -> QuantModel:
     """A calibrated, quantizing copy of `model`.
 
     batches   tensors, tuples of arguments, dicts of keyword arguments, or a DataLoader of (x, y).
-    config    a YAML path, a mapping, a QuantConfig or a preset name; None is a W8A8 that suits onnxruntime.
+    config    a YAML path, a mapping, a QuantConfig or a preset name; None is a W8A8 that suits onnxruntime. A mapping
+              without BACKEND changes that preset.
+    trace     "fx" or "export": how the graph is found, see QuantModel; None: its default.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
     progress  show a progress bar; None: only on a terminal.
     """
@@ -47,17 +55,23 @@ def quantize(
     from sparsebit.quantization import QuantModel
 
     example, batches = first_of(batches)
-    qmodel = QuantModel(model, config, example=example).calibrate(batches, asym=asym, progress=progress)
+    how = {} if trace is None else {"trace": trace}
+    qmodel = QuantModel(model, config, example=example, **how)
+    qmodel.calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 
 
-def preflight(model: Any, example: Any, config: Any = None) -> Preflight:
+def preflight(model: Any, example: Any, config: Any = None, *, trace: str | None = None) -> Preflight:
     """What would happen to `model`, before anything long is started: quantized with what, float and why, islands,
-    MACs, the memory that calibration needs, what the backend runs in integers."""
+    MACs, the memory that calibration needs, what the backend runs in integers.
+
+    config and trace are those of `quantize`.
+    """
     from sparsebit.quantization import QuantModel
 
-    return QuantModel(model, config, example=example).preflight(example)
+    how = {} if trace is None else {"trace": trace}
+    return QuantModel(model, config, example=example, **how).preflight(example)
 
 
 def prune(
@@ -88,7 +102,8 @@ def prune(
     batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
               with (layers are fitted to the whole model). loss(output, target): cross entropy if nothing is said.
     scope     "layer" (the default): the same share of every layer; "global": of all together.
-    round_to  layers keep a multiple of this many channels.
+    round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, if
+              enough can go then. 1: any number.
     heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
     merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
               to change least; "auto": every pair of at most 32 channels, too narrow for kernels once halved; or names.
@@ -157,3 +172,8 @@ def __getattr__(name: str) -> Any:
 
         return qat
     raise AttributeError(f"module 'sparsebit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Also the names that are not loaded yet."""
+    return sorted({*globals(), *__all__})

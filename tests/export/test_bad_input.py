@@ -85,7 +85,7 @@ def test_unknown_backend(net, tmp_path):
 
 
 def test_more_bits_than_the_backend_holds(tmp_path):
-    config = QuantConfig.load({"W": {"QUANTIZER": {"BIT": 12}}})
+    config = QuantConfig.load({"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 12}}})
     qmodel = QuantModel(small_net(), config).calibrate(images())
     with pytest.raises(
         ExportError, match=r"(?s)conv1.weight_quantizer: onnxruntime has no kernels.*12 bits.*fix: W.QUA"

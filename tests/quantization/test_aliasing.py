@@ -131,7 +131,11 @@ def test_a_users_quantizer_may_look_at_its_input_again():
             return 0.5 * rounded + 0.5 * x
 
     try:
-        cfg = {"A": {"QUANTIZER": {"TYPE": "half_rounded", "BIT": 2}}, "SCHEDULE": {"BIAS_CORRECTION": False}}
+        cfg = {
+            "BACKEND": "virtual",
+            "A": {"QUANTIZER": {"TYPE": "half_rounded", "BIT": 2}},
+            "SCHEDULE": {"BIAS_CORRECTION": False},
+        }
         qmodel = sparsebit.quantize(net(lines("s.b(F.relu(s.a(x)))")), [X], cfg)
         with torch.no_grad():
             fast = qmodel(X)
@@ -163,7 +167,7 @@ def test_skipped_and_overridden_batch_norms_are_not_folded():
             return super().forward(x) * 2
 
     model = randomise(nn.Sequential(nn.Conv2d(4, 4, 1), Doubled(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
-    cfg = {"SCHEDULE": {"FUSE_BN": True}, "SKIP_TRACE_MODULES": ["1", "3"]}
+    cfg = {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}, "SKIP_TRACE_MODULES": ["1", "3"]}
     qmodel = QuantModel(model, cfg)
     torch.testing.assert_close(qmodel(X), model(X), rtol=1e-4, atol=1e-5)
     assert len(qmodel.float_ops) == 2
@@ -172,7 +176,7 @@ def test_skipped_and_overridden_batch_norms_are_not_folded():
 def test_a_frozen_batch_norm_stays_frozen():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)).train()
     model[1].eval()
-    qmodel = QuantModel(model, {})
+    qmodel = QuantModel(model, {"BACKEND": "virtual"})
     assert qmodel.model._0.training and not qmodel.model._1.training
     torch.testing.assert_close(qmodel(X), model(X))
 
@@ -234,6 +238,7 @@ def test_a_model_without_anything_to_quantize_says_so(caplog):
 def test_unbatched_images():
     layer, x = nn.Conv2d(8, 4, 3), torch.rand(8, 8, 8) + torch.arange(8.0).view(8, 1, 1)
     cfg = {
+        "BACKEND": "virtual",
         "W": {"QUANTIZER": {"BIT": 3}},
         "A": {"QUANTIZER": {"DISABLE": True}},
         "SCHEDULE": {"BIAS_CORRECTION": True},
@@ -296,7 +301,7 @@ def test_calibration_under_inference_mode_leaves_trainable_scales():
 
 
 def test_an_interrupted_calibration_does_not_go_on_observing():
-    qmodel = QuantModel(nn.Sequential(nn.Conv2d(4, 4, 1)), {})
+    qmodel = QuantModel(nn.Sequential(nn.Conv2d(4, 4, 1)), {"BACKEND": "virtual"})
 
     def broken():
         yield X
@@ -308,7 +313,10 @@ def test_an_interrupted_calibration_does_not_go_on_observing():
 
 
 def test_lsq_reloads_from_a_state_dict_and_starts_afresh():
-    cfg = {"A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}}}
+    cfg = {
+        "BACKEND": "virtual",
+        "A": {"QSCHEME": "per-tensor-affine", "QUANTIZER": {"TYPE": "lsq", "BIT": 4}},
+    }
     model = nn.Sequential(nn.Conv2d(4, 4, 1)).eval()
     qmodel = sparsebit.quantize(model, [X], cfg)  # signed data: lsq turns symmetric
     fresh = QuantModel(model, cfg)
@@ -337,9 +345,9 @@ def test_a_layer_without_data_comes_back_with_data():
             return self.a(x), self.b(y)
 
     model, v = Two(), torch.randn(4, 8)
-    qmodel = QuantModel(model, {}).calibrate([(v, v[:0])])
+    qmodel = QuantModel(model, {"BACKEND": "virtual"}).calibrate([(v, v[:0])])
     qmodel.set_quant(True, True)
-    fresh = QuantModel(model, {})
+    fresh = QuantModel(model, {"BACKEND": "virtual"})
     fresh.load_state_dict(qmodel.state_dict())
     fresh.set_quant(True, True)  # the state_dict carries that b saw nothing
     assert "saw no float data" in repr(fresh.model.b.input_quantizer)
@@ -363,4 +371,8 @@ def test_asym_with_star_arguments():
         def forward(self, *values):
             return self.fc(values[0])
 
-    assert QuantModel(Star(), {}).calibrate([(X,)], asym=True).model.fc.input_quantizer.calibrated
+    assert (
+        QuantModel(Star(), {"BACKEND": "virtual"})
+        .calibrate([(X,)], asym=True)
+        .model.fc.input_quantizer.calibrated
+    )

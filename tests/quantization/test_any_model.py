@@ -31,7 +31,7 @@ class Twice(nn.Module):
 
 
 def test_a_layer_called_twice_has_one_weight_quantizer_and_one_range_for_all_calls():
-    qmodel = sparsebit.quantize(Twice(), [X], {})
+    qmodel = sparsebit.quantize(Twice(), [X], {"BACKEND": "virtual"})
     assert set(dict(qmodel.named_quantizers())) == {"fc.weight_quantizer", "fc.input_quantizer"}
     low, high = (X * 100).aminmax()
     scale = qmodel.model.fc.input_quantizer.scale
@@ -39,7 +39,7 @@ def test_a_layer_called_twice_has_one_weight_quantizer_and_one_range_for_all_cal
 
 
 def test_per_call_gives_each_call_a_range_of_its_own():
-    cfg = {"A": {"PER_CALL": True}}
+    cfg = {"BACKEND": "virtual", "A": {"PER_CALL": True}}
     model = Twice()
     qmodel = sparsebit.quantize(model, [X], cfg)
     names = set(dict(qmodel.named_quantizers()))
@@ -48,7 +48,7 @@ def test_per_call_gives_each_call_a_range_of_its_own():
         "fc_identity.input_quantizer",
         "fc_1_identity.input_quantizer",
     }
-    merged = sparsebit.quantize(model, [X], {})
+    merged = sparsebit.quantize(model, [X], {"BACKEND": "virtual"})
     assert sqnr(model(X), qmodel(X)) > sqnr(model(X), merged(X)) + 6
 
 
@@ -131,7 +131,7 @@ def test_a_root_that_cannot_be_traced_is_quantized_in_place(asym, tmp_path):
     assert 25 < sqnr(model(X), qmodel(X)) < 60
     qmodel.save(tmp_path / "out")
     torch.testing.assert_close(QuantModel.load(tmp_path / "out", model)(X), qmodel(X))
-    four = QuantModel(model, {"W": {"SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}]}})
+    four = QuantModel(model, {"BACKEND": "virtual", "W": {"SPECIFIC": [{"fc": ["QUANTIZER.BIT", 4]}]}})
     assert {q.name: q.bit for _, q in four.named_quantizers()}["fc.weight_quantizer"] == 4
 
 

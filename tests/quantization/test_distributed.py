@@ -49,7 +49,7 @@ def data() -> list[torch.Tensor]:
 
 def configs() -> dict[str, QuantConfig]:
     """Every observer per tensor and per channel, every quantizer for weights and activations, and more."""
-    base = QuantConfig.load({"SCHEDULE": {"FUSE_BN": True}})
+    base = QuantConfig.load({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}})
     found = {}
     for name in OBSERVERS:
         for scheme in ("per-tensor-affine", "per-channel-symmetric"):
@@ -93,7 +93,7 @@ def no_batches(rank: int) -> dict[str, torch.Tensor]:
 def trained(wrap: str, kind: str, rank: int, world: int) -> dict[str, torch.Tensor]:
     """Three steps, each rank with its part of the batch; the state afterwards, whole."""
     w, a = {"pact": ("dorefa", "pact"), "stages": ("lsq", "lsq")}.get(kind, (kind, kind))
-    cfg = QuantConfig.load({"SCHEDULE": {"FUSE_BN": True}}).override(
+    cfg = QuantConfig.load({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}).override(
         "W.QUANTIZER.TYPE", w, "A.QUANTIZER.TYPE", a
     )
     qmodel = QuantModel(net(), cfg.override("W.QUANTIZER.BIT", 4, "A.QUANTIZER.BIT", 4)).calibrate(

@@ -16,7 +16,7 @@ from sparsebit.graph.grouped import grouped_mm
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.costs import macs_quantized
 
-QADD = {"A": {"QADD": {"ENABLE_QUANT": True}}}
+QADD = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
 
 
 class Call(nn.Module):
@@ -87,7 +87,7 @@ def test_rows_that_are_masked_altogether_do_not_stretch_the_grid(value):
     x, mask = torch.randn(4, 6, 6) * 3, torch.zeros(4, 6, 6, dtype=torch.bool)
     mask[:, 4:], mask[:, :, 4:] = True, True  # padding, as queries and as keys: DeBERTa
     net = Call(lambda m, x, mask: x.masked_fill(mask, value).softmax(-1))
-    qmodel = sparsebit.quantize(net, [(x, mask)], {})
+    qmodel = sparsebit.quantize(net, [(x, mask)], {"BACKEND": "virtual"})
     assert qmodel.model.softmax.input_quantizer.scale.item() * 255 < 40
     assert sqnr(net(x, mask)[:, :4], qmodel(x, mask)[:, :4]) > 25
     if value != float("-inf"):
@@ -96,7 +96,7 @@ def test_rows_that_are_masked_altogether_do_not_stretch_the_grid(value):
 
 def test_equal_values_that_are_no_mask_are_part_of_the_range():
     x = torch.full((2, 5), 7.0)
-    qmodel = sparsebit.quantize(Call(lambda m, x: x.softmax(-1)), [x], {})
+    qmodel = sparsebit.quantize(Call(lambda m, x: x.softmax(-1)), [x], {"BACKEND": "virtual"})
     assert qmodel.model.softmax.input_quantizer.scale.item() * 255 == pytest.approx(7, rel=1e-3)
 
 
@@ -130,7 +130,7 @@ def test_experts_have_a_scale_for_each_row_of_each_expert(form):
     weight = nn.Parameter(torch.randn(4, 12, 16) * torch.tensor([1.0, 10, 100, 0.1]).view(4, 1, 1))
     net, x = Call(FORMS[form], weight=weight).eval(), torch.randn(9, 16)
     want = looped(x, weight.detach().transpose(1, 2), OFFS)
-    qmodel = QuantModel(net, {}, example=(x, OFFS))
+    qmodel = QuantModel(net, {"BACKEND": "virtual"}, example=(x, OFFS))
     with torch.no_grad():
         torch.testing.assert_close(qmodel(x, OFFS), want, rtol=1e-5, atol=1e-4)
         qmodel.calibrate([(x, OFFS)])
@@ -146,7 +146,7 @@ def test_experts_have_a_scale_for_each_row_of_each_expert(form):
 def test_experts_whose_weight_is_computed():
     net = Call(lambda m, x, w, offs: F.grouped_mm(x, w, offs=offs))
     x, w = torch.randn(9, 16), torch.randn(4, 16, 12)
-    qmodel = sparsebit.quantize(net, [(x, w, OFFS)], {})
+    qmodel = sparsebit.quantize(net, [(x, w, OFFS)], {"BACKEND": "virtual"})
     names = {name for name, _ in qmodel.named_quantizers()}
     assert names == {f"_grouped_mm_identity{i}.input_quantizer" for i in (0, 1)}
     assert 30 < sqnr(net(x, w, OFFS), qmodel(x, w, OFFS)) < 60
@@ -160,7 +160,9 @@ def test_bias_correction_leaves_padding_at_zero(bias):
     x = torch.rand(4, 6, 16)
     x[:, 4:] = 0
     qmodel = sparsebit.quantize(
-        net, [x], {"W": {"QUANTIZER": {"BIT": 3}}, "SCHEDULE": {"BIAS_CORRECTION": True}}
+        net,
+        [x],
+        {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 3}}, "SCHEDULE": {"BIAS_CORRECTION": True}},
     )
     corrected = qmodel.model._0.bias_correction.abs().sum() > 0
     assert corrected == bias
@@ -171,7 +173,7 @@ def test_bias_correction_leaves_padding_at_zero(bias):
 def test_a_model_that_sees_only_integers_warns(caplog):
     net, x = Call(lambda m, x: x.softmax(-1, dtype=torch.float32)), torch.arange(12).view(3, 4)
     with caplog.at_level(logging.WARNING, logger="sparsebit"):
-        qmodel = sparsebit.quantize(net, [x], {})
+        qmodel = sparsebit.quantize(net, [x], {"BACKEND": "virtual"})
     assert "softmax.input_quantizer saw no floating-point data" in caplog.text
     torch.testing.assert_close(qmodel(x), net(x))
 
@@ -184,7 +186,7 @@ def test_weights_that_a_hook_computes_are_quantized(norm, trace):
     net, x = nn.Sequential(norm(nn.Linear(8, 6)), norm(nn.Conv1d(4, 5, 1))).eval(), torch.randn(3, 4, 8)
     net[0].bias.data.add_(1)
     want, state = net(x).detach(), set(net.state_dict())
-    qmodel = QuantModel(net, {}, example=x, trace=trace).calibrate([x])
+    qmodel = QuantModel(net, {"BACKEND": "virtual"}, example=x, trace=trace).calibrate([x])
     torch.testing.assert_close(qmodel(x), want, rtol=1e-5, atol=1e-6)
     assert len([n for n, _ in qmodel.named_quantizers() if n.endswith("weight_quantizer")]) == 2
     qmodel.set_quant(True, True)
@@ -198,7 +200,7 @@ def test_every_product_of_a_fused_attention_counts_as_quantized():
     net = Call(lambda m, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask))
     q, k, v = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 16)
     batch = (q, k, v, torch.randn(5, 7))
-    qmodel = sparsebit.quantize(net, [batch], {})
+    qmodel = sparsebit.quantize(net, [batch], {"BACKEND": "virtual"})
     assert macs_quantized(qmodel, batch) == (6 * 5 * 7 * (8 + 16),) * 2
     qmodel.set_quant(False, False)
     torch.testing.assert_close(qmodel(*batch), net(*batch))

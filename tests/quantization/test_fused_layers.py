@@ -28,7 +28,7 @@ def test_fuse_bn_folds_into_every_kind_of_layer(layer, norm, shape):
         for value in (norm.running_mean, norm.running_var, norm.weight, norm.bias):
             value.uniform_(0.5, 2)
     want = net(x)
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in qmodel.model.modules())
     torch.testing.assert_close(qmodel(x), want, rtol=1e-4, atol=1e-5)
     assert qmodel.model._2.input_quantizer.absorbed
@@ -51,7 +51,7 @@ def test_fuse_bn_folds_into_every_kind_of_layer(layer, norm, shape):
 )
 def test_fuse_bn_declines_where_the_axes_may_differ(net, shape):
     net, x = randomise(net), torch.randn(shape)
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert any(isinstance(m, nn.BatchNorm1d) for m in qmodel.model.modules())
     torch.testing.assert_close(qmodel(x), net(x), rtol=1e-4, atol=1e-5)
 
@@ -63,5 +63,5 @@ def test_fuse_bn_declines_where_the_axes_may_differ(net, shape):
     "layer", [nn.Conv1d(4, 4, 1), nn.Conv3d(4, 4, 1), nn.ConvTranspose1d(4, 4, 1), nn.Linear(4, 4)]
 )
 def test_activations_are_computed_with_the_layer_before_them(layer, act):
-    qmodel = QuantModel(nn.Sequential(layer, act, copy.deepcopy(act)), {})
+    qmodel = QuantModel(nn.Sequential(layer, act, copy.deepcopy(act)), {"BACKEND": "virtual"})
     assert qmodel.model._1.input_quantizer.absorbed and not qmodel.model._2.input_quantizer.absorbed

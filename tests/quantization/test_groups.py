@@ -77,7 +77,9 @@ def test_groups_are_finer_than_channels():
     layer.weight.data.mul_(torch.logspace(0, 1.5, 32))
     errors = []
     for group in (None, GROUP, 4):
-        qmodel = QuantModel(nn.Sequential(layer), {"W": {"GROUP": group, "QUANTIZER": {"BIT": 4}}})
+        qmodel = QuantModel(
+            nn.Sequential(layer), {"BACKEND": "virtual", "W": {"GROUP": group, "QUANTIZER": {"BIT": 4}}}
+        )
         qmodel.calibrate([torch.randn(6, 32)]).set_quant(w_quant=True)
         rounded = next(iter(qmodel.model.children())).quantized_weight()
         errors.append(float((rounded - layer.weight).detach().square().mean()))
@@ -110,7 +112,7 @@ def test_override_per_layer_and_repr():
 )
 def test_bad_groups_are_refused(group, scheme, message):
     with pytest.raises(ConfigError, match=message):
-        QuantModel(net(), {"W": {"GROUP": group, "QSCHEME": scheme}})
+        QuantModel(net(), {"BACKEND": "virtual", "W": {"GROUP": group, "QSCHEME": scheme}})
 
 
 @pytest.mark.parametrize("quantizer", ["lsq", "lsq+", "dorefa", "uniform"])
@@ -133,7 +135,11 @@ def test_save_load_and_training(tmp_path, quantizer):
 @pytest.mark.parametrize("tokens", [False, True])
 def test_exports_with_the_models_codes(tmp_path, bits, opset, kind, weight_only, tokens):
     pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
-    off = {"A": {"QUANTIZER": {"DISABLE": True}}} if weight_only else {}
+    off = (
+        {"BACKEND": "virtual", "A": {"QUANTIZER": {"DISABLE": True}}}
+        if weight_only
+        else {"BACKEND": "virtual"}
+    )
     qmodel = build(
         GROUP * 2, bits, {"QSCHEME": f"per-channel-{kind}", "SPECIFIC": [{"last": ["GROUP", 8]}]}, **off
     )

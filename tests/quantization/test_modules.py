@@ -104,7 +104,7 @@ def test_float_output_is_kept_and_quantized_output_is_sane(net, shape):
     torch.manual_seed(0)
     x = torch.randn(shape)
     want = net(x.clone())
-    qmodel = QuantModel(net, {"A": {"QADD": {"ENABLE_QUANT": True}}})
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}})
     torch.testing.assert_close(qmodel(x.clone()), want, rtol=1e-5, atol=1e-6)
     qmodel.calibrate([x])
     qmodel.set_quant(True, True)
@@ -124,7 +124,7 @@ def test_embedding_options():
 
 
 def test_upsample_nearest_needs_no_quantizer_and_interpolation_has_at_least_8_bits():
-    cfg = {"A": {"QUANTIZER": {"BIT": 4}}}
+    cfg = {"BACKEND": "virtual", "A": {"QUANTIZER": {"BIT": 4}}}
     nearest = QuantModel(nn.Sequential(nn.Upsample(scale_factor=2)), cfg).model._0
     linear = QuantModel(nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear")), cfg).model._0
     assert nearest.input_quantizer.absorbed and linear.input_quantizer.bit == 8
@@ -173,7 +173,7 @@ def test_the_users_own_op():
 
     try:
         net, x = nn.Sequential(Square()), torch.randn(4, 4)
-        qmodel = sparsebit.quantize(net, [x], {})
+        qmodel = sparsebit.quantize(net, [x], {"BACKEND": "virtual"})
         assert isinstance(qmodel.model._0, QSquare) and sqnr(net(x), qmodel(x)) > 30
     finally:
         QMODULE_MAP._items.pop(Square)
@@ -202,7 +202,7 @@ def quantized(function, *shapes, config=None):
     """A model of `function`, quantized, with its float inputs: all that a call needs."""
     inputs = [torch.randn(shape) for shape in shapes]
     net = (Call if len(shapes) == 1 else Call2)(function)
-    qmodel = QuantModel(net, config or {"A": {"QADD": {"ENABLE_QUANT": True}}})
+    qmodel = QuantModel(net, config or {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}})
     qmodel.calibrate([tuple(inputs)])
     qmodel.set_quant(True, True)
     return qmodel, inputs, net(*inputs)

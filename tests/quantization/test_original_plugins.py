@@ -45,7 +45,7 @@ def registries_come_back():
 
 
 def section(letter, *overrides):
-    return getattr(sparsebit.QuantConfig.load({}).override(*overrides), letter.lower())
+    return getattr(sparsebit.QuantConfig.load({"BACKEND": "virtual"}).override(*overrides), letter.lower())
 
 
 def config(
@@ -194,7 +194,9 @@ def test_an_observer_that_takes_the_place_of_another_keeps_its_section():
             self.data_cache.reset()
             return data.quantile(self.alpha), data.quantile(1 - self.alpha)
 
-    cfg = parse_qconfig({"A": {"OBSERVER": {"TYPE": "PERCENTILE", "PERCENTILE": {"ALPHA": 0.25}}}})
+    cfg = parse_qconfig(
+        {"BACKEND": "virtual", "A": {"OBSERVER": {"TYPE": "PERCENTILE", "PERCENTILE": {"ALPHA": 0.25}}}}
+    )
     x = torch.linspace(-1, 1, 100).reshape(10, 10)
     qmodel = QuantModel(nn.Sequential(nn.Linear(10, 2)), cfg).calibrate([x])
     assert qmodel.model._0.input_quantizer.observer.max_val.item() == pytest.approx(0.5, abs=0.02)

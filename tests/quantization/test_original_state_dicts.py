@@ -14,7 +14,7 @@ from sparsebit.quantization import QuantModel, parse_qconfig
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Quantizer
 
-FUSED = {"SCHEDULE": {"FUSE_BN": True}}
+FUSED = {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}
 INFINITE = {"observer.min_val": torch.tensor(float("-inf")), "observer.max_val": torch.tensor(float("inf"))}
 NO_DATA = {"scale": torch.ones(1), "zero_point": torch.zeros(1), **INFINITE}
 

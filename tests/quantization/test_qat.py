@@ -473,7 +473,7 @@ def test_everything_is_as_public_as_it_was():
 def test_feature_match():
     """The loss is what its formula says, is zero for equal models, and reaches the weights."""
     net, x = small_net().eval(), torch.randn(4, 3, 8, 8)
-    config = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+    config = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
     qmodel = sparsebit.quantize(net, [x], config, progress=False)
     qmodel.init_QAT()
     match = sparsebit.qat.FeatureMatch(qmodel, net)
@@ -501,7 +501,7 @@ class Dropped(Tiny):
 
 def test_functional_dropout_is_on_in_training_only():
     """It was traced in eval mode, and frozen there."""
-    model = QuantModel(Dropped().eval(), {}).calibrate([X[0]])
+    model = QuantModel(Dropped().eval(), {"BACKEND": "virtual"}).calibrate([X[0]])
     model.init_QAT()
     assert torch.equal(model.eval()(X[0]), model(X[0]))
     assert not torch.equal(model.train()(X[0]), model(X[0]))  # of batch statistics, which are the same

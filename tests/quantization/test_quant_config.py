@@ -58,7 +58,7 @@ def test_defaults() -> None:
             "RNN_STATE": False,
         },
     }
-    assert _C == QuantConfig() == QuantConfig.load({})
+    assert _C == QuantConfig() == QuantConfig.load({"BACKEND": "virtual"})
     assert _C is default_config
     assert _C.is_frozen()
 
@@ -154,8 +154,9 @@ def test_full_yaml_in_both_letter_cases(tmp_path, spell) -> None:
 
 
 def test_every_source_gives_the_same_config(tmp_path) -> None:
-    (tmp_path / "c.yaml").write_text("W: {QUANTIZER: {BIT: 4}}\n")
-    sources = [tmp_path / "c.yaml", str(tmp_path / "c.yaml"), {"w": {"quantizer": {"bit": 4}}}]
+    (tmp_path / "c.yaml").write_text("BACKEND: virtual\nW: {QUANTIZER: {BIT: 4}}\n")
+    mapping = {"backend": "virtual", "w": {"quantizer": {"bit": 4}}}
+    sources = [tmp_path / "c.yaml", str(tmp_path / "c.yaml"), mapping]
     configs = [QuantConfig.load(source) for source in sources]
     assert configs[0] == configs[1] == configs[2]
     again = QuantConfig.load(configs[0])
@@ -248,6 +249,7 @@ def configs(draw: Any) -> dict[str, Any]:
         w["QSCHEME"] = "per-channel-affine"
     return {
         "DEVICE": draw(st.sampled_from(["cpu", "cuda", "cuda:1"])),
+        "BACKEND": "virtual",
         "SKIP_TRACE_MODULES": draw(st.lists(st.text(), max_size=3)),
         "SCHEDULE": schedule,
         "W": w,

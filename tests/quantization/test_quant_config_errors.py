@@ -129,7 +129,7 @@ def test_D38_typos_in_values_are_refused_when_the_file_is_read(data, expected) -
 
 def test_bit_0_disables_and_is_deprecated() -> None:
     with pytest.warns(DeprecationWarning, match=r"QUANTIZER\.BIT: 0 is deprecated; write DISABLE: true"):
-        cfg = QuantConfig.load({"A": {"QUANTIZER": {"BIT": 0}}})
+        cfg = QuantConfig.load({"BACKEND": "virtual", "A": {"QUANTIZER": {"BIT": 0}}})
     assert cfg.A.QUANTIZER.DISABLE is True
     assert cfg.W.QUANTIZER.DISABLE is False
     edited = _C.clone()
@@ -237,7 +237,7 @@ def test_weights_only_needs_no_scheme_for_activations() -> None:
 
 
 def test_bn_tuning_switches_fusing_off() -> None:
-    cfg = QuantConfig.load({"SCHEDULE": {"FUSE_BN": True, "BN_TUNING": True}})
+    cfg = QuantConfig.load({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True, "BN_TUNING": True}})
     assert cfg.SCHEDULE.FUSE_BN is False
     edited = _C.override("SCHEDULE.FUSE_BN", True).clone()
     edited.defrost()

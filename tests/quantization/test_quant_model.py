@@ -39,7 +39,7 @@ def test_every_form_of_batches_gives_the_same_scales(net):
     }
     want = None
     for form, batches in forms.items():
-        qmodel = sparsebit.quantize(net, batches, {})
+        qmodel = sparsebit.quantize(net, batches, {"BACKEND": "virtual"})
         got = {name: q.scale for name, q in qmodel.named_quantizers()}
         want = want or got
         assert all(torch.equal(want[k], v) for k, v in got.items()), form
@@ -73,7 +73,7 @@ def test_calibration_streams_and_keeps_nothing(net):
             alive.append(weakref.ref(x))
             yield x
 
-    qmodel = QuantModel(net, {})
+    qmodel = QuantModel(net, {"BACKEND": "virtual"})
     qmodel.prepare_calibration()
     with torch.no_grad():
         for x in batches():
@@ -96,22 +96,22 @@ def test_an_interrupted_calibration_can_be_repeated(net):
         yield images()[0]
         raise KeyboardInterrupt
 
-    qmodel = QuantModel(net, {})
+    qmodel = QuantModel(net, {"BACKEND": "virtual"})
     with pytest.raises(KeyboardInterrupt):
         qmodel.calibrate(broken())
     with pytest.raises(CalibrationError):
         qmodel.calc_qparams()
     x = images()[0]
     torch.testing.assert_close(qmodel(x), net(x), rtol=1e-4, atol=1e-5)
-    want = dict(QuantModel(net, {}).calibrate(images()).named_quantizers())
+    want = dict(QuantModel(net, {"BACKEND": "virtual"}).calibrate(images()).named_quantizers())
     for name, q in qmodel.calibrate(images()).named_quantizers():
         assert torch.equal(q.scale, want[name].scale)
 
 
 def test_recalibration_replaces_the_old_scales(net):
-    qmodel = sparsebit.quantize(net, [100 * x for x in images()], {})
+    qmodel = sparsebit.quantize(net, [100 * x for x in images()], {"BACKEND": "virtual"})
     qmodel.calibrate(images())
-    fresh = dict(QuantModel(net, {}).calibrate(images()).named_quantizers())
+    fresh = dict(QuantModel(net, {"BACKEND": "virtual"}).calibrate(images()).named_quantizers())
     assert all(torch.equal(q.scale, fresh[name].scale) for name, q in qmodel.named_quantizers())
 
 
@@ -120,7 +120,7 @@ def test_a_quantizer_that_sees_no_float_data_is_switched_off(caplog):
         def forward(self, x, index):
             return F.softmax(x, -1) + torch.add(index, index)
 
-    cfg = {"A": {"QADD": {"ENABLE_QUANT": True}}}
+    cfg = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
     with caplog.at_level(logging.WARNING, "sparsebit"):
         qmodel = sparsebit.quantize(Odd(), [(torch.randn(3, 4), torch.ones(4, dtype=torch.long))], cfg)
     assert "add_identity0.input_quantizer saw no floating-point data" in caplog.text
@@ -158,7 +158,7 @@ def test_weights_only_and_activations_only_add_up(net):
 
 
 def test_set_bit_after_calibration_keeps_the_range(net):
-    qmodel = sparsebit.quantize(net, images(), {})
+    qmodel = sparsebit.quantize(net, images(), {"BACKEND": "virtual"})
     q = qmodel.model.fc.input_quantizer
     before = q.scale * 255
     q.set_bit(4)
@@ -198,6 +198,7 @@ def test_gradients_reach_the_weights(net):
 # -- config ------------------------------------------------------------------------------------------
 def test_specific_by_fx_name_and_by_path_later_wins(net, caplog):
     cfg = {
+        "BACKEND": "virtual",
         "W": {
             "SPECIFIC": [
                 {"*": ["QUANTIZER.BIT", 6]},
@@ -225,7 +226,7 @@ def test_specific_by_fx_name_and_by_path_later_wins(net, caplog):
 
 
 def test_skipped_modules_stay_float_and_whole(net):
-    qmodel = QuantModel(net, {"SKIP_TRACE_MODULES": ["layer1.*"]})
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SKIP_TRACE_MODULES": ["layer1.*"]})
     assert any("layer1.0 (Block)" in op for op in qmodel.float_ops.values())
     x = images()[0]
     torch.testing.assert_close(qmodel(x), net(x))
@@ -233,7 +234,7 @@ def test_skipped_modules_stay_float_and_whole(net):
 
 def test_bad_config_is_refused_before_work_starts(net):
     with pytest.raises(ConfigError, match=r"W.QUANTIZER.BITS: unknown option; did you mean BIT\?"):
-        QuantModel(net, {"W": {"QUANTIZER": {"BITS": 8}}})
+        QuantModel(net, {"BACKEND": "virtual", "W": {"QUANTIZER": {"BITS": 8}}})
 
 
 def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
@@ -251,7 +252,7 @@ def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
     assert list(qmodel.islands) == ["1"] and "1: TraceError" in caplog.text
     assert {"_1_fc.weight_quantizer", "_1_fc.input_quantizer"} <= set(dict(qmodel.named_quantizers()))
     assert 30 < sqnr(model(x), qmodel(x)) < 60
-    half = QuantModel(model, {"W": {"SPECIFIC": [{"1.fc": ["QUANTIZER.BIT", 4]}]}})
+    half = QuantModel(model, {"BACKEND": "virtual", "W": {"SPECIFIC": [{"1.fc": ["QUANTIZER.BIT", 4]}]}})
     assert half.model.get_submodule("1.fc").weight_quantizer.bit == 4
     asym = QuantModel(model).calibrate([x], asym=True)
     asym.set_quant(True, True)
@@ -262,7 +263,7 @@ def test_an_untraceable_part_is_an_island_with_its_layers_quantized(caplog):
 @pytest.mark.parametrize("bias", [False, True])
 def test_batchnorm_folding(bias):
     net, x = small_net(bias=bias), images()[0]
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert not any("BatchNorm" in type(m).__name__ for m in qmodel.model.modules())
     torch.testing.assert_close(qmodel(x), net(x), rtol=1e-4, atol=1e-5)
 
@@ -273,7 +274,7 @@ def test_batchnorm_folds_into_transposed_convolution(groups):
 
     net = randomise(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=groups), nn.BatchNorm2d(6)))
     x = torch.randn(2, 4, 5, 5)
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert len(qmodel.model.graph.nodes) == 3
 
 
@@ -290,7 +291,7 @@ def test_batchnorm_is_not_folded_into_a_shared_or_branching_convolution():
     from models import randomise
 
     net, x = randomise(Shared()), images()[0]
-    qmodel = QuantModel(net, {"SCHEDULE": {"FUSE_BN": True}}, check=(x,))
+    qmodel = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, check=(x,))
     assert sum("BatchNorm" in type(m).__name__ for m in qmodel.model.modules()) == 2
     torch.testing.assert_close(qmodel(x), net(x))
 
@@ -305,7 +306,7 @@ def test_weights_used_twice_have_one_quantizer():
             return self.act(self.fc(self.act(self.fc(x))))
 
     net, x = Twice(), torch.randn(8, 4)
-    qmodel = sparsebit.quantize(net, [x], {})
+    qmodel = sparsebit.quantize(net, [x], {"BACKEND": "virtual"})
     names = [n for n, _ in qmodel.named_quantizers()]
     assert names.count("fc.weight_quantizer") == 1 and "fc_1.weight_quantizer" not in names
     assert sqnr(net(x), qmodel(x)) > 25
@@ -314,7 +315,7 @@ def test_weights_used_twice_have_one_quantizer():
 def test_identity_marked_by_the_user_becomes_a_quantizer():
     keep, drop = nn.Identity(), nn.Identity()
     keep.remove = False
-    qmodel = sparsebit.quantize(nn.Sequential(keep, drop), [torch.randn(4, 4)], {})
+    qmodel = sparsebit.quantize(nn.Sequential(keep, drop), [torch.randn(4, 4)], {"BACKEND": "virtual"})
     assert [n for n, _ in qmodel.named_quantizers()] == ["_0.input_quantizer"]
 
 
@@ -322,8 +323,8 @@ def test_absorbed_activations():
     net = nn.Sequential(
         nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.ReLU6(), nn.Flatten(), nn.Linear(64, 4), nn.GELU()
     )
-    on = QuantModel(net, {})
-    off = QuantModel(net, {"SCHEDULE": {"DISABLE_UNNECESSARY_QUANT": False}})
+    on = QuantModel(net, {"BACKEND": "virtual"})
+    off = QuantModel(net, {"BACKEND": "virtual", "SCHEDULE": {"DISABLE_UNNECESSARY_QUANT": False}})
     absorbed = lambda q: [
         n
         for n, m in q.model.named_children()
@@ -344,14 +345,17 @@ def test_users_pass_runs_and_a_wrong_one_is_named(net):
             gm.fc.weight.zero_()
         return 1
 
-    reports = QuantModel(net, {}, passes=[count]).pass_reports
+    reports = QuantModel(net, {"BACKEND": "virtual"}, passes=[count]).pass_reports
     assert "count" in [report.name for report in reports]
     with pytest.raises(GraphError, match="'vandal' must keep the model's output"):
-        QuantModel(net, {}, passes=[vandal], check=(images()[0],))
+        QuantModel(net, {"BACKEND": "virtual"}, passes=[vandal], check=(images()[0],))
 
 
 def test_training_flags_are_kept():
-    assert QuantModel(SmallNet(), {}).training and not QuantModel(SmallNet().eval(), {}).training
+    assert (
+        QuantModel(SmallNet(), {"BACKEND": "virtual"}).training
+        and not QuantModel(SmallNet().eval(), {"BACKEND": "virtual"}).training
+    )
 
 
 # -- files -------------------------------------------------------------------------------------------
@@ -402,10 +406,10 @@ def test_tied_weights_save_and_load(tmp_path):
 
 # -- what it shows -----------------------------------------------------------------------------------
 def test_repr_shows_bits_scheme_and_range(net):
-    text = repr(sparsebit.quantize(net, images(), {}))
+    text = repr(sparsebit.quantize(net, images(), {"BACKEND": "virtual"}))
     assert "uniform, int8 per-channel-symmetric, observer=minmax, range=[-" in text
     assert "uint8 per-tensor-affine" in text and "QConv2d(" in text and "kernel_size=(3, 3)" in text
-    assert "not calibrated" in repr(QuantModel(net, {}))
+    assert "not calibrated" in repr(QuantModel(net, {"BACKEND": "virtual"}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -428,7 +432,7 @@ def test_bias_correction_takes_back_the_mean_error_of_weights():
         (nn.Linear(6, 8, bias=False), (640, 6)),
     ):
         net, x = nn.Sequential(layer).eval(), torch.rand(shape) + torch.rand(1, 6, *[1] * (len(shape) - 2))
-        cfg = {"W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"DISABLE": True}}}
+        cfg = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 3}}, "A": {"QUANTIZER": {"DISABLE": True}}}
         plain = sparsebit.quantize(net, [x], cfg)
         fixed = sparsebit.quantize(net, [x], {**cfg, "SCHEDULE": {"BIAS_CORRECTION": True}})
         dims = [d for d in range(len(shape)) if d != 1]
@@ -464,7 +468,8 @@ def test_asym_observes_every_call_of_a_shared_layer():
 
     x = torch.randn(8, 4)
     ranges = [
-        QuantModel(Twice(), {}).calibrate([x], asym=asym).model.fc.input_quantizer.scale for asym in (0, 1)
+        QuantModel(Twice(), {"BACKEND": "virtual"}).calibrate([x], asym=asym).model.fc.input_quantizer.scale
+        for asym in (0, 1)
     ]
     torch.testing.assert_close(*ranges, rtol=0.3, atol=0)  # both saw the large input of the second call
 

@@ -12,7 +12,7 @@ from models import sqnr
 from sparsebit.errors import ExportError
 from sparsebit.quantization import QuantModel
 
-CFG = {"W": {"QSCHEME": "per-channel-symmetric"}, "A": {"OBSERVER": {"TYPE": "minmax"}}}
+CFG = {"BACKEND": "virtual", "W": {"QSCHEME": "per-channel-symmetric"}, "A": {"OBSERVER": {"TYPE": "minmax"}}}
 
 
 class Tagger(nn.Module):

@@ -26,7 +26,7 @@ from sparsebit.quantization.modules.recurrent import (
 )
 
 I, H, N, T = 4, 6, 3, 5
-CFG = {"W": {"QSCHEME": "per-channel-symmetric"}, "A": {"OBSERVER": {"TYPE": "minmax"}}}
+CFG = {"BACKEND": "virtual", "W": {"QSCHEME": "per-channel-symmetric"}, "A": {"OBSERVER": {"TYPE": "minmax"}}}
 LAYERS = {nn.LSTM: QLSTM, nn.GRU: QGRU, nn.RNN: QRNN}
 CELLS = {nn.LSTMCell: QLSTMCell, nn.GRUCell: QGRUCell, nn.RNNCell: QRNNCell}
 

@@ -87,7 +87,7 @@ def test_an_optional_input_of_the_example_is_required(way):
     with pytest.raises(TraceError, match="times=1"):
         small(X, scale, times=3)
     assert small(X, scale=scale).shape == (2, 4)
-    quantized = sparsebit.QuantModel(small, {})
+    quantized = sparsebit.QuantModel(small, {"BACKEND": "virtual"})
     assert not quantized.model.meta["islands"]
     torch.testing.assert_close(quantized(X, scale), small(X, scale))
 

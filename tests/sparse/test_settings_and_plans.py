@@ -572,3 +572,36 @@ def test_several_inputs_and_a_target_in_a_tuple_of_their_own():
         assert cut(batch).a.out_features == 8
     with pytest.raises(CalibrationError, match=r"give \(first, second, target\), or a dict of inputs"):
         cut(((x, scale), y))
+
+
+# -- multiples of eight by default -----------------------------------------------------------------------
+def _widths(net: nn.Module) -> list[int]:
+    return [m.out_channels for m in net.modules() if isinstance(m, nn.Conv2d)]
+
+
+def _stack(*widths: int) -> nn.Module:
+    sizes = [3, *widths]
+    torch.manual_seed(0)
+    layers = [m for a, b in zip(sizes, widths) for m in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 5)).eval()
+
+
+def test_pruning_left_widths_that_kernels_do_not_like() -> None:
+    net, x = _stack(64, 40, 24), torch.randn(1, 3, 8, 8)
+    small = sparsebit.prune(net, x, macs=0.7)
+    assert all(width % 8 == 0 for width in _widths(small)) and _widths(small) != [64, 40, 24]
+    assert any(width % 8 for width in _widths(sparsebit.prune(net, x, macs=0.7, round_to=1)))
+
+
+def test_layers_that_are_too_narrow_for_eights_are_still_cut() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    assert _widths(sparsebit.prune(_stack(12, 32), x, 0.5)) == [6, 16]
+    assert _widths(sparsebit.prune(_stack(16, 16), x, 0.25)) == [12, 12]  # eights would keep all of them
+
+
+def test_a_config_says_what_it_wants() -> None:
+    x = torch.randn(1, 3, 8, 8)
+    assert _widths(sparsebit.prune(_stack(32, 32), x, 0.3, config={"SPARSER": {"STRATEGY": "l1norm"}})) == [
+        23,
+        23,
+    ]

@@ -43,9 +43,9 @@ def test_the_model_inside_is_pruned(way, caplog):
 @pytest.mark.parametrize("way", WRAPPED)
 def test_the_model_inside_is_quantized(way):
     model = Net().eval()
-    quantized = sparsebit.QuantModel(WRAPPED[way](model), {}, example=X)
+    quantized = sparsebit.QuantModel(WRAPPED[way](model), {"BACKEND": "virtual"}, example=X)
     assert not quantized.model.meta["islands"]
     assert len(list(quantized.named_quantizers())) == len(
-        list(sparsebit.QuantModel(model, {}).named_quantizers())
+        list(sparsebit.QuantModel(model, {"BACKEND": "virtual"}).named_quantizers())
     )
     torch.testing.assert_close(quantized(X), model(X))

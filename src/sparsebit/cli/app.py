@@ -60,6 +60,8 @@ def run(argv: Sequence[str] | None) -> int:
         return 130
     except Exception as error:
         if hasattr(error, "format_message"):  # what the parser refuses; older typers have click's own classes
+            if not str(error.format_message()).strip():  # no arguments at all: the help was shown
+                return 0
             return _fail(f"{error.format_message()} (see: sparsebit {_command(argv)}--help)", argv)
         traceback.print_exc()
         show_error("this is a defect of Sparsebit: please report it with the lines above")

@@ -6,6 +6,7 @@ The files run in turn and the best round of each counts, so that other work on t
 from __future__ import annotations
 
 import logging
+import math
 import os
 import platform
 import tempfile
@@ -21,12 +22,18 @@ from sparsebit.cli.progress import status
 from sparsebit.cli.run import Run
 from sparsebit.errors import ExportError
 
+GUESSES = 16  # samples from which a top-1 says something
+HEARD = 8  # batches at most, for the SQNR
 SECONDS, ROUNDS = 2.0, 50  # at most, for both files together
 log = logging.getLogger("sparsebit")
 
 
 def compare(run: Run, net: Any, small: Any, batches: list[Any], file: Path, metric: str | None) -> None:
-    """The steps `metric` and `latency`, where they are not finished and can be."""
+    """The steps `sqnr`, `metric` and `latency`, where they are not finished and can be."""
+    if not run.done("sqnr"):
+        found = measure_sqnr(net, small, batches[:HEARD])
+        if found is not None:
+            run.finish("sqnr", **found)
     if not run.done("metric"):
         found = measure_metric(net, small, batches, metric)
         if found is not None:
@@ -39,11 +46,17 @@ def compare(run: Run, net: Any, small: Any, batches: list[Any], file: Path, metr
 
 def results(run: Run) -> dict[str, Any]:
     """What was measured, for --json and for people."""
-    return {step: run.about["steps"][step] for step in ("metric", "latency") if run.done(step)}
+    steps = ("sqnr", "metric", "latency")
+    return {step: run.about["steps"][step] for step in steps if run.done(step)}
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     found = []
+    if "sqnr" in result:
+        facts = result["sqnr"]
+        db = float(facts["db"])
+        noise = f"{db:.1f} dB" if math.isfinite(db) else "exact" if db > 0 else "lost"
+        found.append(f"SQNR         {noise} against float, on {facts['samples']} samples")
     if "metric" in result:
         facts = result["metric"]
         found.append(f"{facts['name']:<12} {facts['float']:.4g} -> {facts['new']:.4g}")
@@ -57,6 +70,38 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     return found
 
 
+# -- noise -----------------------------------------------------------------------------------------------
+def measure_sqnr(net: Any, small: Any, batches: list[Any]) -> dict[str, Any] | None:
+    """Signal to noise of the outputs, against the float model's; None if these cannot be compared."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from sparsebit.cli.data import length
+    from sparsebit.quantization.tools.profile import Noise
+
+    noise = Noise()
+    with torch.no_grad(), status("comparing with the float model"):
+        for batch in batches:
+            real, new = (pytree.tree_leaves(_answer(model, batch)) for model in (runnable(net), small))
+            shapes = ([getattr(x, "shape", None) for x in leaves] for leaves in (real, new))
+            if len({tuple(map(str, found)) for found in shapes}) > 1:
+                return None
+            noise.add(new, real)
+    return {"db": noise.db, "samples": sum(map(length, batches))} if noise.signal else None
+
+
+def runnable(net: Any) -> Any:
+    """A module, also of an exported program."""
+    from torch import export
+
+    return net.module() if isinstance(net, export.ExportedProgram) else net
+
+
+def _answer(model: Any, batch: Any) -> Any:
+    example = example_of(model, batch)
+    return model(**example) if isinstance(example, dict) else model(*example)
+
+
 # -- latency ---------------------------------------------------------------------------------------------
 def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] | None:
     """Milliseconds of the float file, which is written for this only, and of `file`; None if it cannot be."""
@@ -65,7 +110,7 @@ def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] 
         with tempfile.TemporaryDirectory() as folder:
             plain = Path(folder) / "float.onnx"
             with status("writing the float model, to time it"):
-                _write_float(net, example, plain)
+                _write_float(net, batches[0], plain)
             with status("timing the float and the new file"):
                 return best_times({"float": plain, "new": file}, example)
     except (ExportError, OSError) as error:  # a float file that cannot be written costs only its time
@@ -74,14 +119,15 @@ def measure_latency(net: Any, batches: list[Any], file: Path) -> dict[str, Any] 
         return None
 
 
-def _write_float(net: Any, example: Any, path: Path) -> None:
+def _write_float(net: Any, batch: Any, path: Path) -> None:
     from torch import nn
 
-    from sparsebit.cli.work import batch_axes
+    from sparsebit.cli.free_batch import free_batch
     from sparsebit.export.plain import export_module, write_program
 
     if isinstance(net, nn.Module):
-        export_module(net, example, path, dynamic_axes=batch_axes(net, example))
+        batch, axes = free_batch(net, batch, quiet=True)
+        export_module(net, example_of(net, batch), path, dynamic_axes=axes)
     else:  # an exported program, which has its sizes already
         write_program(net, path)
 
@@ -148,9 +194,7 @@ def check_metric(spec: str | None) -> None:
 
 def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:
     """`spec(model, batches)` of both models, or the share of right labels where the batches have labels."""
-    from torch import export
-
-    net = net.module() if isinstance(net, export.ExportedProgram) else net
+    net = runnable(net)
     name, samples = "top-1", sum(len(y) for y in _labels(net, batches))
     if spec is not None:
         name, samples = spec.rpartition(":")[2], 0  # which samples it takes is its own affair
@@ -160,7 +204,27 @@ def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -
         values = [_value(spec, model, batches) for model in (net, small)]
     if None in values:
         return None
+    if spec is None:
+        _doubt(values[0], _classes(net, batches[0]), samples)
     return {"name": name, "float": values[0], "new": values[1], "samples": samples}
+
+
+def _doubt(top1: float, classes: int, samples: int) -> None:
+    """A float model that only guesses has seen other data in its training."""
+    if samples >= GUESSES and top1 <= 1.5 * 100 / max(classes, 1):
+        log.warning(
+            "the float model itself has a top-1 of %.3g %%, about chance for %d classes: are the weights loaded "
+            "(--weights), the inputs normalised as in training, and the labels in the same order?",
+            top1,
+            classes,
+        )
+
+
+def _classes(model: Any, batch: Any) -> int:
+    import torch
+
+    with torch.no_grad():
+        return int(_answer(model, batch).shape[1])
 
 
 def _value(spec: str | None, model: Any, batches: list[Any]) -> float | None:

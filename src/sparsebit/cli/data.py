@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 PICKLES = {".pkl", ".pickle", ".pt", ".pth"}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
 MOST_TOKENS = 128
+PIXELS = 30.0  # normalised images stay far below
+FEW = 8  # samples
+log = logging.getLogger("sparsebit")
 
 
 def load_batches(
@@ -42,6 +46,7 @@ def load_batches(
     if not batches:
         raise InputError(f"{spec}: has no samples; a few dozen are enough")
     _refuse_non_finite(spec, batches)
+    _doubt_pixels(spec, batches[0])
     return batches
 
 
@@ -235,3 +240,32 @@ def _refuse_non_finite(spec: str, batches: list[Any]) -> None:
         for leaf in pytree.tree_leaves(batch):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
                 raise InputError(f"{spec}: batch {i} has values that are NaN or infinite")
+
+
+def _doubt_pixels(spec: str, batch: Any) -> None:
+    """Images from 0 to 255 are rarely what a model was trained on."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 4 and leaf.is_floating_point() and leaf.numel():
+            low, high = float(leaf.min()), float(leaf.max())
+            if low >= 0 and high > PIXELS:
+                log.warning(
+                    "%s: values from %.3g to %.3g look like pixels that are not normalised; give the inputs as in "
+                    "training, mostly (x / 255 - mean) / std",
+                    spec,
+                    low,
+                    high,
+                )
+                return
+
+
+def doubt_samples(spec: str, batches: list[Any]) -> None:
+    """Ranges of activations from a handful of samples do not hold for others."""
+    count = sum(map(length, batches))
+    if count < FEW:
+        what = "sample" if count == 1 else "samples"
+        log.warning(
+            "%s: has %d %s; ranges of activations need a few dozen, 128 are a good start", spec, count, what
+        )

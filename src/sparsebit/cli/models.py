@@ -6,19 +6,22 @@ import importlib
 import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.objects import call, find_object
-from sparsebit.cli.output import InputError, did_you_mean, one_line
+from sparsebit.cli.output import InputError, did_you_mean, one_line, say
 
 FORMS = "file.py:factory, package.module:factory, timm:name, torchvision:name, hf:DIR or a .pt2 file"
 WEIGHT_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 
 
 def load_model(spec: str, weights: str | None = None) -> Any:
-    """The model in eval mode, with finite parameters."""
+    """The model in eval mode and in float32, with finite parameters."""
+    from torch import export
+
     kind, _, rest = spec.partition(":")
     if spec.endswith(".pt2"):
         model = _exported(Path(spec))
@@ -29,6 +32,7 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     elif spec.endswith(".onnx"):
         raise InputError(f"{spec}: an ONNX file cannot be quantized; name the PyTorch model: {FORMS}")
     elif spec.endswith(WEIGHT_FILES):
+        refuse_scripted_file(Path(spec))
         raise InputError(
             f"{spec}: holds weights, not a model; write the model as {FORMS}, and --weights {spec}"
         )
@@ -41,7 +45,19 @@ def load_model(spec: str, weights: str | None = None) -> Any:
 
         load_weights(model, spec, Path(weights))
     _refuse_non_finite(model, weights or spec)
-    return model if spec.endswith(".pt2") else model.eval()
+    return model if isinstance(model, export.ExportedProgram) else _in_float32(spec, model.eval())
+
+
+def _in_float32(spec: str, model: Any) -> Any:
+    """Data comes in float32, and so do the kernels that run the file."""
+    import torch
+
+    halves = (torch.float16, torch.bfloat16)
+    kind = next((p.dtype for p in model.parameters() if p.dtype in halves), None)
+    if kind is None:
+        return model
+    say(f"{spec}: is {str(kind).removeprefix('torch.')}; it is taken as float32")
+    return model.float()
 
 
 def absolute(spec: str) -> str:
@@ -56,16 +72,32 @@ def absolute(spec: str) -> str:
 
 
 def _of_factory(spec: str) -> Any:
-    from torch import export, nn
+    from torch import export, jit, nn
+
+    from sparsebit.graph.trace import SCRIPTED
 
     found = find_object(spec)
     if not isinstance(found, nn.Module):
         if not callable(found):
             raise InputError(f"{spec}: is a {type(found).__name__}, not a function that gives a model")
         found = call(spec, found)
+    if isinstance(found, (jit.ScriptModule, jit.ScriptFunction)):
+        raise InputError(f"{spec}: {SCRIPTED}")
     if not isinstance(found, (nn.Module, export.ExportedProgram)):
         raise InputError(f"{spec}: gave a {type(found).__name__}; it must give an nn.Module")
     return found
+
+
+def refuse_scripted_file(path: Path) -> None:
+    """torch.jit.save writes a zip as torch.save does, with compiled code in it."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        is_scripted = any("/code/" in name for name in archive.namelist())
+    if is_scripted:
+        from sparsebit.graph.trace import SCRIPTED
+
+        raise InputError(f"{path}: {SCRIPTED}")
 
 
 def _exported(path: Path) -> Any:

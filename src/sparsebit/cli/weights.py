@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparsebit.cli.models import refuse_scripted_file
 from sparsebit.cli.output import InputError, one_line
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "net")  # what training scripts put around the weights
@@ -70,6 +71,13 @@ def _safetensors(path: Path) -> Any:
 def _torch_file(path: Path) -> Any:
     import torch
 
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[8:] == b"{":  # safetensors under another name
+        return _safetensors(path)
+    if start and start[:1] not in (b"P", b"\x80"):  # a zip, or the first byte of a pickle
+        raise InputError(f"{path}: is no file of weights: neither safetensors nor written by torch.save")
+    refuse_scripted_file(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

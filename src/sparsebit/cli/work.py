@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sparsebit.cli.free_batch import free_batch
 from sparsebit.cli.inputs import example_of
 from sparsebit.cli.output import InputError, one_line, say, show_error
 from sparsebit.cli.progress import status
 from sparsebit.cli.run import Run
-from sparsebit.errors import ExportError, SparsebitError
+from sparsebit.errors import CalibrationError, ExportError, SparsebitError
 
 WEIGHTS, PLAN, ONNX = "model.safetensors", "plan.json", "model.onnx"
 FAILED = "failed_export"  # a key of run.json
@@ -22,19 +25,34 @@ log = logging.getLogger("sparsebit")
 def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) -> Any:
     """Calibrate, learn the rounding where the config asks for it, and save. Learning can be interrupted."""
     from sparsebit.quantization import QuantModel
-    from sparsebit.quantization.tools.reconstruction import needs_reconstruction
 
     with status("tracing"):
         qmodel = QuantModel(model, config, example=batches[0], trace=trace)
     hint_at_export(qmodel, trace)
+    with of_data(run.inputs.data):
+        _calibrate(run, qmodel, batches)
+    qmodel.set_quant(w_quant=True, a_quant=True)
+    qmodel.save(run.folder)
+    return qmodel
+
+
+def _calibrate(run: Run, qmodel: Any, batches: list[Any]) -> None:
+    from sparsebit.quantization.tools.reconstruction import needs_reconstruction
+
     if needs_reconstruction(qmodel.model):
         qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")  # with a bar of its own
     else:
         with status("calibrating", batches) as shown:
             qmodel.calibrate(shown)
-    qmodel.set_quant(w_quant=True, a_quant=True)
-    qmodel.save(run.folder)
-    return qmodel
+
+
+@contextmanager
+def of_data(data: str | None) -> Iterator[None]:
+    """What is wrong with a batch is told with the name of the data."""
+    try:
+        yield
+    except CalibrationError as error:
+        raise InputError(f"--data {data}: {error}") from error
 
 
 def hint_at_export(qmodel: Any, trace: str) -> None:
@@ -139,8 +157,9 @@ def write_onnx(
     """The ExportReport of a quantized or an ordinary model."""
     from sparsebit.export.plain import export_module
 
-    axes = None if fixed_batch else batch_axes(model, example_of(model, batches[0]))
-    example, more = batches[0], batches[1:COMPARED]  # with their labels: these say where the classes are
+    example, axes = (batches[0], None) if fixed_batch else free_batch(model, batches[0])
+    # with their labels: these say where the classes are
+    more = batches[1:COMPARED] if example is batches[0] else batches[:COMPARED]
     try:
         with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):
@@ -152,21 +171,6 @@ def write_onnx(
                 f"{error}\n  a batch of any size may be the reason: try --fixed-batch"
             ) from error
         raise
-
-
-def batch_axes(model: Any, example: Any) -> dict[str, Any] | None:
-    """The first axis of every input, if that is the batch; a batch of one cannot be told from a constant."""
-    import torch
-
-    from sparsebit.graph.feeding import signature_of
-
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    named = signature_of(model).bind(*args, **kwargs).arguments
-    tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
-    sizes = {v.shape[0] if v.dim() else 0 for v in tensors.values()}
-    if len(tensors) != len(named) or len(sizes) != 1 or min(sizes) < 2:
-        return None
-    return {name: {0: "batch"} for name in tensors}
 
 
 def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> dict[str, Any]:

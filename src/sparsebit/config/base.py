@@ -98,6 +98,11 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         return [name.upper() for name in cls.model_fields]
 
     @classmethod
+    def is_set_first(cls, path: str) -> bool:
+        """Of several changes: does the default of another option depend on this one?"""
+        return False
+
+    @classmethod
     def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> Any:
         """The checked value of a key that is no field; ConfigError if there is no such option."""
         raise UnknownOptionError(unknown_option(name, cls.option_names()))
@@ -296,10 +301,12 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
             raise ConfigError(
                 f"expected KEY, value, KEY, value, ..., got {len(pairs)} items: {show(list(pairs))}"
             )
-        new = self
-        for path, value in zip(pairs[::2], pairs[1::2]):
+        changes = list(zip(pairs[::2], pairs[1::2]))
+        for path, _ in changes:
             if not isinstance(path, str):
                 raise ConfigError(f"expected a key such as 'QUANTIZER.BIT', got {show(path)}")
+        new = self
+        for path, value in sorted(changes, key=lambda change: not self.is_set_first(change[0])):
             for part in reversed(path.split(".")):
                 value = {part: value}
             new = type(self)._build(new._merged(value), draft=True)

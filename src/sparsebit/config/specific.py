@@ -43,7 +43,7 @@ def _unchanged(value: Any) -> Any:
 
 def _pairs(pairs: Any, where: str, read: Callable[[Any], Any]) -> list[Any]:
     if hasattr(pairs, "items"):
-        pairs = list(_flat(pairs))
+        pairs = list(flat(pairs))
     if not isinstance(pairs, (list, tuple)) or len(pairs) % 2:
         raise ConfigError(f"{where}: expected [KEY, value, KEY, value, ...], got {show(pairs)}")
     if not all(isinstance(key, str) for key in pairs[::2]):
@@ -53,11 +53,11 @@ def _pairs(pairs: Any, where: str, read: Callable[[Any], Any]) -> list[Any]:
     return [read(item) if i % 2 else item.upper() for i, item in enumerate(pairs)]
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
     """{QUANTIZER: {BIT: 8}} -> QUANTIZER.BIT, 8"""
     for key, value in tree.items():
         path = f"{prefix}{key}".upper()
-        yield from _flat(value, f"{path}.") if hasattr(value, "items") else (path, value)
+        yield from flat(value, f"{path}.") if hasattr(value, "items") else (path, value)
 
 
 def variants(cfg: Any) -> Iterator[tuple[str, Any]]:

@@ -23,12 +23,14 @@ from sparsebit.export import files, runtime
 from sparsebit.export.calls import Call, as_batches, call_of, called, calls_of, some_calls_of, target_shapes
 from sparsebit.export.end_to_end import Comparison, Rows, Shape, answers, check_output, rounding_of
 from sparsebit.export.first_difference import first_difference
+from sparsebit.export.precision import float_copy, half_type, in_float, note_of
 from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.runtime import Array
 from sparsebit.export.to_onnx import quiet, require, to_program
 from sparsebit.export.types import exporter_opset
 from sparsebit.graph.training import evaluating
 
+BFLOAT16 = (torch.bfloat16,)  # float16 stays: without quantizers onnxruntime computes in it
 LOUD = 1e-2  # a noise floor above this lets much pass
 
 
@@ -127,8 +129,12 @@ def export_module(
     path = files.writable(name)
     opset, reason = exporter_opset(opset_version)
     _check_model(model)
+    more = as_batches(batches)
+    kind = half_type(model, BFLOAT16)
+    if kind is not None:
+        model, dummy, more = float_copy(model), in_float(dummy), in_float(more)
     signature, device = inspect.signature(model.forward), _device_of(model)
-    call, more = call_of(dummy, signature, device), as_batches(batches)
+    call = call_of(dummy, signature, device)
     with torch.no_grad(), evaluating(model):
         _check_runs(model, call)
         program = to_program(
@@ -140,7 +146,8 @@ def export_module(
             calls = [call, *calls_of(more, signature, device)]
             targets = target_shapes([dummy, *more], signature)
             certificate = certify(model, program.exported_program, draft, calls, targets)
-            report = ExportReport("", "", opset, reason, 0, certificate, notes=certificate.remarks())
+            notes = certificate.remarks() + ([] if kind is None else [note_of(kind)])
+            report = ExportReport("", "", opset, reason, 0, certificate, notes=notes)
             settle(report, draft, path)
     return report
 
@@ -170,12 +177,15 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )
     _check_model(model)
-    signature, batches = inspect.signature(model.forward), as_batches(batches)
+    batches, kind = as_batches(batches), half_type(model, BFLOAT16)
+    if kind is not None:
+        model, batches = float_copy(model), in_float(batches)
+    signature = inspect.signature(model.forward)
     calls = some_calls_of(batches, signature, _device_of(model))
     with torch.no_grad(), evaluating(model):
         certificate = certify(model, None, path, calls, target_shapes(batches, signature))
     opset = next(found.version for found in proto.opset_import if not found.domain)
-    notes = certificate.remarks()
+    notes = certificate.remarks() + ([] if kind is None else [note_of(kind)])
     return ExportReport(str(path), "", opset, "as written", files.size_of(path), certificate, notes=notes)
 
 
@@ -198,12 +208,6 @@ def certify(
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise ExportError(f"model: expected an nn.Module that is not scripted, got {type(model).__name__}")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype is torch.bfloat16:
-            raise ExportError(
-                f"{name}: is bfloat16, in which onnxruntime computes nothing on this machine\n"
-                f"  fix: export a copy in float32, copy.deepcopy(model).float()"
-            )
 
 
 def _device_of(model: nn.Module) -> torch.device | None:

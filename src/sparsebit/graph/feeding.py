@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, SparsebitError
 
 log = logging.getLogger("sparsebit")
 ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -33,15 +33,41 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     """Forward every batch; returns how many there were."""
     device = getattr(model, "device", torch.device("cpu"))
     signature = signature_of(model)
-    count = 0
+    count, first = 0, ""
     with torch.no_grad():
         for batch in tracked(as_iterable(batches), progress):
             args, kwargs = as_call(batch, signature)
-            model(*to_device(args, device), **to_device(kwargs, device))
+            first = first or looks(args, kwargs)
+            try:
+                model(*to_device(args, device), **to_device(kwargs, device))
+            except Exception as error:
+                refuse_odd_batch(count, looks(args, kwargs), first, error)
+                raise
             count += 1
     if not count:
         raise CalibrationError("no calibration data: `batches` is empty; a few dozen samples are enough")
     return count
+
+
+def looks(args: Any, kwargs: Mapping[str, Any]) -> str:
+    """What a batch is, for messages: `float32 4x3x16x16, y=int64 4`."""
+
+    def one(value: Any) -> str:
+        if not isinstance(value, Tensor):
+            return type(value).__name__
+        return f"{str(value.dtype).removeprefix('torch.')} {'x'.join(map(str, value.shape)) or 'scalar'}"
+
+    named = [f"{key}={one(value)}" for key, value in kwargs.items()]
+    return ", ".join([*map(one, args), *named]) or "nothing"
+
+
+def refuse_odd_batch(index: int, found: str, first: str, error: Exception) -> None:
+    """An error on a batch that looks unlike the first one, which ran, is the data's."""
+    if index and found != first and not isinstance(error, SparsebitError):
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise CalibrationError(
+            f"batch {index}: the model does not run on it: it is {found}, and batch 0, which ran, is {first}: {what}"
+        ) from error
 
 
 def own_call(args: Any, kwargs: Mapping[str, Any]) -> Call:

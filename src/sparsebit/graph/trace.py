@@ -33,6 +33,10 @@ __all__ = ["Call", "Island", "LeafTracer", "forward_owner", "trace"]
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of one forward
 log = logging.getLogger("sparsebit")
+SCRIPTED = (
+    "is compiled TorchScript, which has no Python code left to trace; pass the nn.Module that it was made from (its "
+    "weights are in scripted.state_dict())"
+)
 
 
 def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> fx.GraphModule:
@@ -171,6 +175,8 @@ def unwrapped(model: Any) -> Any:
             break
         log.info("%s: taken out of its %s", type(inside).__name__, type(model).__name__)
         model = inside
+    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+        raise TraceError(f"model: {SCRIPTED}")
     return model
 
 

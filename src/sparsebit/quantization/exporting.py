@@ -19,6 +19,7 @@ from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
 from sparsebit.export.calls import as_batches, call_of, calls_of, some_calls_of, target_shapes
 from sparsebit.export.marks import Mark, emit
+from sparsebit.export.precision import float_copy, half_type, in_float, note_of
 from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
 from sparsebit.graph.feeding import signature_of
@@ -46,7 +47,10 @@ def export_onnx(
     from sparsebit.quantization.certifying import certify, second_opinion
 
     require("onnx", "onnxscript", "onnxruntime")
-    path = files.writable(name)
+    path, batches = files.writable(name), as_batches(batches)
+    kind = half_type(qmodel)
+    if kind is not None:
+        qmodel, dummy, batches = _in_float(qmodel, dummy, kind), in_float(dummy), in_float(batches)
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
     extra_info = options.pop("extra_info", False)
     asked = options.pop("opset_version", 13)
@@ -71,7 +75,6 @@ def export_onnx(
         graph.metadata_props[UNREACHED] = json.dumps(unreached)
         with files.drafting(path) as draft:
             files.write(graph, draft)
-            batches = as_batches(batches)
             calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
             targets = target_shapes([dummy, *batches], signature)
             report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE, targets)
@@ -79,6 +82,8 @@ def export_onnx(
                 second_opinion(qmodel, draft, [*calls, *more], report)
             report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
             report.why_float, report.uncalibrated = why, uncalibrated
+            if kind is not None:
+                report.notes.append(note_of(kind))
             if unreached and not uncalibrated:
                 shown = ", ".join(unreached[:3]) + (" ..." if len(unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
@@ -91,9 +96,28 @@ def export_onnx(
     return report
 
 
+def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:
+    """A copy in float32, which runs on the dummy in float32."""
+    found = float_copy(qmodel)
+    args, kwargs = call_of(in_float(dummy), signature_of(found), found.device)
+    try:
+        with torch.no_grad(), evaluating(found):
+            found.model(*args, **kwargs)
+    except Exception as error:
+        raise ExportError(
+            f"model: is {kind}, in which onnxruntime has no integer kernels, and its graph does not run in float32: "
+            f"{type(error).__name__}: {str(error)[:300]}\n"
+            f"  fix: quantize a copy in float32, copy.deepcopy(model).float(), on batches in float32"
+        ) from error
+    return found
+
+
 def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     """Check a file again, later or on another machine: the same certificate, on `batches`."""
     require("onnx", "onnxscript", "onnxruntime")
+    batches, kind = as_batches(batches), half_type(qmodel)
+    if kind is not None:
+        qmodel, batches = float_copy(qmodel), in_float(batches)
     import onnx_ir as ir
 
     from sparsebit.export.lowered import Lowered
@@ -116,7 +140,7 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     strange = sorted({site.name for site in lowered.sites} ^ set(marks))
     if strange:
         raise ExportError(f"{path}: was made from another model: {', '.join(strange[:5])} are not in both")
-    signature, batches = signature_of(qmodel), as_batches(batches)
+    signature = signature_of(qmodel)
     calls = some_calls_of(batches, signature, qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
     targets = target_shapes(batches, signature)
@@ -125,6 +149,7 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     report.backend, report.opset = backend, model.opset_imports[""]
     report.opset_reason, report.why_float = "as written", why_float_of(model)
     report.pair_rule = pair_rule_of(qmodel) if backend == "onnxruntime" else ""
+    report.notes += [] if kind is None else [note_of(kind)]
     return report
 
 

@@ -20,6 +20,7 @@ from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
+from sparsebit.quantization.converters.ends import ends
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.converters.islands import quantize_inside
 from sparsebit.quantization.converters.open_silu import open_silu
@@ -85,15 +86,16 @@ def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
 
 @graph_pass("build_quantizers", keeps_output=True)
 def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
-    """Attach the quantizers that the config asks for, layer by layer (SPECIFIC by fx name or module path)."""
+    """Attach the quantizers that the config asks for, layer by layer (SPECIFIC by fx name, module path or place)."""
     all_names: list[str] = []
+    places = ends(gm)
     built: set[nn.Module] = set()
     for node in gm.graph.nodes:
         for inside, module in _quant_oprs(node, gm):
             if module in built:
                 continue
             names = _names(node, inside)
-            known = [*names, *_enclosing(node, inside)]
+            known = [*names, *_enclosing(node, inside), *places.get(module, ())]
             all_names += known
             w, a = resolve(ctx.config.w, known), resolve(ctx.config.a, known)
             try:

@@ -6,6 +6,7 @@ has one, so the smallest useful file is a single line.
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +16,12 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from sparsebit.config import Config, PluginConfig, did_you_mean
 from sparsebit.config.messages import STARTS_WITH_KEY, show
-from sparsebit.config.specific import Overrides, resolve, unmatched, variants
+from sparsebit.config.specific import Overrides, flat, resolve, unmatched, variants
 from sparsebit.config.values import is_text, literal
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
+from sparsebit.quantization.start_observer import is_quantizer_type, with_start
 from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
 
@@ -40,6 +42,7 @@ __all__ = [
 QScheme = Literal["per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine"]
 Names = Annotated[list[str], Field(strict=False)]  # a tuple will do
 DEFAULT_PRESET = "w8a8"
+log = logging.getLogger("sparsebit")
 
 
 class ScheduleConfig(Config):
@@ -141,6 +144,19 @@ class TensorConfig(Config):
             pass
         return self
 
+    @classmethod
+    def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return with_start(options, options, QuantizerConfig.registry())
+
+    @classmethod
+    def is_set_first(cls, path: str) -> bool:
+        return is_quantizer_type(path)
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return with_start(
+            super()._merged(changes), changes, QuantizerConfig.registry(), before=self.quantizer.type
+        )
+
     def verify(self) -> None:
         for name, section in (("QUANTIZER", self.quantizer), ("OBSERVER", self.observer)):
             check = getattr(section.plugin, "check", None)
@@ -212,6 +228,8 @@ class QuantConfig(Config):
     w: WeightConfig = Field(default_factory=WeightConfig, description="how weights are quantized")
     a: ActivationConfig = Field(default_factory=ActivationConfig, description="how activations are quantized")
 
+    _taken: str = PrivateAttr(default="")
+
     def verify(self) -> None:
         problems = []
         for check in (verify_bits, verify_backend, verify_schedule):
@@ -222,9 +240,18 @@ class QuantConfig(Config):
         _raise(problems)
 
     @classmethod
+    def is_set_first(cls, path: str) -> bool:
+        return is_quantizer_type(path)
+
+    @classmethod
     def load(cls, source: Any = None) -> QuantConfig:
-        """From a YAML file, a preset by name, a mapping, or a QuantConfig; None is the default preset."""
+        """From a YAML file, a preset by name, a mapping, or a QuantConfig; None is the default preset.
+
+        A file, and a mapping that names a BACKEND, is the whole config. Any other mapping changes the default preset.
+        """
         source = DEFAULT_PRESET if source is None else source
+        if isinstance(source, Mapping) and not any(str(key).lower() == "backend" for key in source):
+            return cls._on_preset(source)
         if isinstance(source, str):
             path = preset_path(source)
             if path is None and not os.path.exists(source):
@@ -232,6 +259,24 @@ class QuantConfig(Config):
                 raise ConfigError(f"{source}: no such file or preset{hint} (presets: {', '.join(presets())})")
             source = path or source
         return super().load(source)
+
+    @classmethod
+    def _on_preset(cls, changes: Mapping[str, Any]) -> QuantConfig:
+        """The default preset with `changes` on top; says so in the log."""
+        cls._build(changes, draft=True)  # wrong keys are named as they were written
+        config = cls._build(cls.load(DEFAULT_PRESET)._merged(changes))
+        pairs = list(flat(changes))
+        said = ", ".join(f"{key}: {value}" for key, value in zip(pairs[::2], pairs[1::2]))
+        config._taken = f"preset {DEFAULT_PRESET} with {said or 'no changes'}"
+        log.info(
+            "config: %s; a mapping with a BACKEND would be taken as the whole config instead", config._taken
+        )
+        return config
+
+    @property
+    def taken(self) -> str:
+        """What a mapping without BACKEND was put on: `preset w8a8 with A.OBSERVER.TYPE: mse`. Else empty."""
+        return self._taken
 
 
 def parse_qconfig(cfg_file: Any) -> QuantConfig:

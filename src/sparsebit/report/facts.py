@@ -54,6 +54,7 @@ class Layer:
     backend: str = ""  # "integers", or why not
     fix: str = ""
     fixed: float | None = None  # `own` with the fix
+    suggested: bool = False  # the fix helps the whole model, beside the others that are suggested
     histograms: list[Histogram] = field(default_factory=list)
 
 
@@ -87,10 +88,8 @@ class Facts:
 
     @property
     def hurt_most(self) -> list[Layer]:
-        """The layers that cost most and have a fix."""
-        ranked = sorted(
-            (x for x in self.layers if x.effect is not None and x.fix), key=lambda x: x.effect or 0
-        )
+        """The layers that cost most and have a fix; their fixes were tried together."""
+        ranked = sorted((x for x in self.layers if x.suggested and x.fix), key=lambda x: x.effect or 0)
         return ranked[:HURT_MOST]
 
 
@@ -121,6 +120,7 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
         _add_layers(facts, layers, _read(folder / "histograms.json") or {})
     if profile is not None:
         _add_noise(facts.layers, profile)
+        facts.todo += list(_together(profile))
     elif layers is not None:
         facts.todo.append(
             f"No error per layer yet: `sparsebit profile {folder}` measures it, and tries overrides that help."
@@ -183,6 +183,16 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
             layer.own, layer.effect, layer.fix = float(row["own"]), float(row["effect"]), row["fix"]
             layer.fixed = None if row["fixed"] is None else float(row["fixed"])
             layer.noise = noise[layer.name] / total
+            layer.suggested = layer.name in profile.get("suggested", ())
+
+
+def _together(profile: Any) -> Iterator[str]:
+    """What the suggested overrides bring, tried together."""
+    if profile.get("together") is not None:
+        before, after = float(profile["total"]), float(profile["together"])
+        yield f"Together these take the output from {before:.1f} to {after:.1f} dB."
+    elif profile["rows"]:
+        yield "No override of a few layers helps the whole model: try another preset, or more bits for all layers."
 
 
 def _add_kernels(layers: list[Layer], report: Any) -> None:

@@ -18,6 +18,10 @@ from sparsebit.sparse.costs import ESTIMATES, EXACT
 from sparsebit.sparse.surgery import Cut
 
 log = logging.getLogger("sparsebit")
+AUTO, MULTIPLE = (
+    0,
+    8,
+)  # round_to 0: multiples of 8, which kernels want, in layers that have room for two of them
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
 _KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
@@ -29,7 +33,8 @@ def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1
     """The classes of least score go: the same share of every dimension, or a share per class; one stays everywhere.
 
     With `round_to` every dimension that loses something keeps the nearest multiple of so many channels: all, where it
-    has fewer, and none, where that is nearest and the layers have others.
+    has fewer, and none, where that is nearest and the layers have others. 0 (AUTO): a multiple of 8 where it has at
+    least 16.
     """
     found = [torch.zeros(0, dtype=torch.long)]
     shares = _shares(walk, ratio, round_to)
@@ -75,19 +80,25 @@ def _find_steps(walk: Walk, round_to: int) -> list[int]:
     channels = torch.zeros(
         len(walk.labels), dtype=torch.long
     )  # in a class; where layers differ, the common divisor
-    for _, attribute, labels in walk.sizes if round_to > 1 else ():
+    for _, attribute, labels in walk.sizes if round_to != 1 else ():
         if "groups" not in attribute:
             roots, counts = walk.labels.roots(labels).unique(return_counts=True)
             channels[roots] = torch.gcd(channels[roots], counts)
     channels.clamp_(min=1)
-    return [round_to // math.gcd(round_to, *channels[classes].tolist()) for classes in walk.dimensions()]
+    found = []
+    for classes in walk.dimensions():
+        multiple = round_to
+        if round_to == AUTO:
+            multiple = MULTIPLE if int(channels[classes].sum()) >= 2 * MULTIPLE else 1
+        found.append(multiple // math.gcd(multiple, *channels[classes].tolist()))
+    return found
 
 
 def _shares(walk: Walk, ratio: float | Tensor, round_to: int) -> Tensor:
     if not isinstance(ratio, Tensor) and not 0 <= ratio < 1:
         raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
-    if round_to < 1:
-        raise ConfigError(f"round_to: must be at least 1, got {round_to}")
+    if round_to < 0:
+        raise ConfigError(f"round_to: must be at least 0, got {round_to}")
     return torch.as_tensor(ratio, dtype=torch.float64).expand(len(walk.labels))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,16 +45,28 @@ def choose_channels(
     known = scores.isfinite() & (ratios > 0) & ~judged
     spread = allocate.together if section.scope == "global" else allocate.uniform
 
-    def choose(ratio: float) -> Tensor:
-        shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
-        return spread(walk, scores, shares, section.round_to)
+    def dropped_with(round_to: int) -> Tensor:
+        def choose(ratio: float) -> Tensor:
+            shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
+            return spread(walk, scores, shares, round_to)
 
-    if budget:
-        ((name, left),) = budget.items()
-        dropped = allocate.within(walk, choose, name, left, section.round_to, progress)
-    else:
+        if budget:
+            ((name, left),) = budget.items()
+            return allocate.within(walk, choose, name, left, round_to, progress)
         decided = [classes[goes[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
-        dropped = torch.cat([choose(share), *decided])
+        return torch.cat([choose(share), *decided])
+
+    dropped = _rounded(dropped_with) if section.round_to == allocate.AUTO else dropped_with(section.round_to)
     if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
         log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
     return Cut(walk, dropped)
+
+
+def _rounded(dropped_with: Callable[[int], Tensor]) -> Tensor:
+    """With multiples of 8 where that removes enough; else any number of channels stays."""
+    try:
+        dropped = dropped_with(allocate.AUTO)
+    except ConfigError as error:
+        log.info("round_to: %s; any number of channels may stay", error)
+        dropped = None
+    return dropped if dropped is not None and len(dropped) else dropped_with(1)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -17,6 +16,7 @@ from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.islands import Island, as_one_node, warn_of
 from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace, unwrapped
 from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.allocate import AUTO
 from sparsebit.sparse.batches import refuse_arrays
 from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.graph_form import graph_form
@@ -41,8 +41,6 @@ def call_of(example: Any) -> Call:
 
 
 def check_model(model: Any) -> None:
-    if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-        raise SparsebitError("model: is compiled TorchScript; pass the nn.Module that it was made from")
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")
@@ -227,8 +225,10 @@ def prune(
             raise ConfigError(f"{name}: expected how many, or a list of names, got {value!r}")
         if isinstance(value, int) and value < 0:
             raise ConfigError(f"{name}: must be at least 0, got {value}")
-    if round_to is not None and (not isinstance(round_to, Integral) or round_to < 1):
+    if round_to is not None and (not isinstance(round_to, Integral) or round_to < 0):
         raise ConfigError(f"round_to: must be at least 1, a whole number, got {round_to!r}")
+    if round_to is None and config is None:
+        round_to = AUTO
     said = {"STRATEGY": sparser, "SCOPE": scope, "ROUND_TO": round_to, "HEADS": heads, "RATIO": ratio}
     cfg = _settings(config, {k: v for k, v in said.items() if v is not None}, bool(given))
     whole = model = unwrapped(model)

@@ -60,7 +60,9 @@ class SparserConfig(PluginConfig):
         description='unstructured: "2:4" keeps two of every four weights along the input',
     )
     round_to: int = Field(
-        1, ge=1, description="structured: layers keep the nearest multiple of this many channels"
+        1,
+        ge=0,
+        description="structured: layers keep the nearest multiple of so many channels; 0: of 8, those with 16 or more",
     )
     heads: Heads = Field(
         "whole", description="structured, of attention: a head goes, or the same dimension of every head"

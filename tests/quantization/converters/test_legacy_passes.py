@@ -33,7 +33,7 @@ from sparsebit.quantization.observers.kl_histogram import get_best_threshold
 from sparsebit.quantization.observers.utils import mse_loss
 from sparsebit.quantization.utils import fx_symbolic_trace
 
-OFF = {"SCHEDULE": {"FUSE_BN": False, "DISABLE_UNNECESSARY_QUANT": False}}
+OFF = {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": False, "DISABLE_UNNECESSARY_QUANT": False}}
 
 
 # -- classes ---------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_a_task_that_the_user_appends(own_task, monkeypatch) -> None:
     qmodel = QuantModel(net, OFF)
     assert muls(qmodel.model) == 0
     torch.testing.assert_close(qmodel(x), net(x))
-    off = {"SCHEDULE": {"HALVE_SCALE": False}}
+    off = {"BACKEND": "virtual", "SCHEDULE": {"HALVE_SCALE": False}}
     qmodel = QuantModel(net, off)
     assert muls(qmodel.model) == 1
     fuse_operations(qmodel.model, qmodel.cfg.SCHEDULE)
@@ -217,7 +217,7 @@ def test_a_task_whose_import_fails_says_so(tmp_path, monkeypatch) -> None:
 
 
 def test_a_task_that_leaves_the_list_does_not_run(monkeypatch) -> None:
-    config = parse_qconfig({"SCHEDULE": {"FUSE_BN": True}})
+    config = parse_qconfig({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}})
     qmodel = QuantModel(small_net(), OFF)
     monkeypatch.setattr(sys.modules[f"{FUSIONS}.lists"], "lists", ["disable_unnecessary_quant"])
     fuse_operations(qmodel.model, config.SCHEDULE)

@@ -16,7 +16,12 @@ from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.tools.batchnorm_tuning import _listening, _Tuned, batchnorm_tuning
 
 X = images(6, batch=16, seed=3)
-W4A4 = {"SCHEDULE": {"BN_TUNING": True}, "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+W4A4 = {
+    "BACKEND": "virtual",
+    "SCHEDULE": {"BN_TUNING": True},
+    "W": {"QUANTIZER": {"BIT": 4}},
+    "A": {"QUANTIZER": {"BIT": 4}},
+}
 
 
 def calibrated(net, config=W4A4, batches=X):
@@ -76,7 +81,7 @@ def test_a_network_that_loses_nothing_is_not_changed():
     """16 bits: the norms already fit, whatever images tune them."""
     bits = {"QUANTIZER": {"BIT": 16}}
     net = small_net()
-    qmodel = calibrated(net, {"SCHEDULE": {"BN_TUNING": True}, "W": bits, "A": bits})
+    qmodel = calibrated(net, {"BACKEND": "virtual", "SCHEDULE": {"BN_TUNING": True}, "W": bits, "A": bits})
     tune(qmodel, [x.abs() / 2 for x in X])  # not at all what the norms were made for
     assert sqnr(net(X[0]), qmodel(X[0])) > 60
 
@@ -144,7 +149,7 @@ def test_an_error_inside_the_block_changes_nothing():
     ("config", "run", "message"),
     [
         (W4A4, False, "no batch was run"),
-        ({"SCHEDULE": {"FUSE_BN": True}}, True, "SCHEDULE.BN_TUNING: true"),
+        ({"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": True}}, True, "SCHEDULE.BN_TUNING: true"),
     ],
 )
 def test_what_cannot_work_says_so(config, run, message):

@@ -12,7 +12,7 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.tools.costs import macs_quantized, measure
 
-W_ONLY = {"A": {"QUANTIZER": {"DISABLE": True}}}
+W_ONLY = {"BACKEND": "virtual", "A": {"QUANTIZER": {"DISABLE": True}}}
 
 
 def test_a_convolutional_net():
@@ -28,7 +28,7 @@ def test_an_attention_block():
     linear, matmul = batch * tokens * dim * dim * 4, 2 * batch * tokens * tokens * dim
     x = torch.randn(batch, tokens, dim)
     assert macs_quantized(QuantModel(Attention(), "w8a8"), x) == (linear + matmul, linear + matmul)
-    off = {"A": {"SPECIFIC": [{"matmul_1_identity1": ["QUANTIZER.DISABLE", True]}]}}
+    off = {"BACKEND": "virtual", "A": {"SPECIFIC": [{"matmul_1_identity1": ["QUANTIZER.DISABLE", True]}]}}
     assert macs_quantized(QuantModel(Attention(), off), x) == (linear + matmul // 2, linear + matmul)
 
 
@@ -45,7 +45,7 @@ class Skipped(nn.Module):
 
 @pytest.mark.parametrize("order", ["a", "b"])
 def test_a_value_that_one_reader_quantizes_is_float_for_the_others(order):
-    qmodel = QuantModel(Skipped(), {"SKIP_TRACE_MODULES": [order]})
+    qmodel = QuantModel(Skipped(), {"BACKEND": "virtual", "SKIP_TRACE_MODULES": [order]})
     quantized = {"a": 8 * 4, "b": 8 * 16}[order]
     assert macs_quantized(qmodel, torch.randn(3, 8)) == (3 * quantized, 3 * 8 * 20)
 
@@ -151,7 +151,9 @@ def test_observers_that_keep_every_batch_are_named():
             return self.seen_range()
 
     try:
-        kept = QuantModel(nn.Linear(8, 8), {"A": {"OBSERVER": {"TYPE": "keeper_of_costs"}}})
+        kept = QuantModel(
+            nn.Linear(8, 8), {"BACKEND": "virtual", "A": {"OBSERVER": {"TYPE": "keeper_of_costs"}}}
+        )
         assert measure(kept, torch.randn(100, 8)).cached == 100 * 8 * 4
     finally:
         del OBSERVERS_MAP._items["keeper_of_costs"]

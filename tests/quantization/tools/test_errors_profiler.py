@@ -15,7 +15,7 @@ from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools import QuantizationErrorProfiler
 
 X = images(3)
-W4A4 = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+W4A4 = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
 
 
 def errors(qmodel, data, checker=F.mse_loss, is_async=True):

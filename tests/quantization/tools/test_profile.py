@@ -18,7 +18,7 @@ from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.profile import profile
 
 X = images(2)
-W4A4 = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
+W4A4 = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
 
 
 def repaired(config, *rows):
@@ -73,7 +73,7 @@ def test_two_rankings():
 
 
 def test_weights_that_are_too_coarse_get_more_bits():
-    config = {"W": {"SPECIFIC": [{"layer1.0.conv1": ["QUANTIZER.BIT", 2]}]}}
+    config = {"BACKEND": "virtual", "W": {"SPECIFIC": [{"layer1.0.conv1": ["QUANTIZER.BIT", 2]}]}}
     net = small_net()
     worst = profile(sparsebit.quantize(net, X, config), X).by_sqnr[0]
     assert worst.name == "layer1_0_conv1" and worst.weight < worst.inputs
@@ -99,7 +99,7 @@ class Outlier(nn.Module):
 
 
 def test_a_range_that_outliers_stretch_gets_another_observer():
-    config, net, x = {"A": {"QUANTIZER": {"BIT": 6}}}, Outlier(), torch.randn(64, 32)
+    config, net, x = {"BACKEND": "virtual", "A": {"QUANTIZER": {"BIT": 6}}}, Outlier(), torch.randn(64, 32)
     worst = profile(sparsebit.quantize(net, [x], config), x).rows[0]
     assert worst.name == "fc2" and worst.inputs < worst.weight
     assert worst.fix.startswith('A.SPECIFIC: [{"fc2": ["OBSERVER.TYPE", ')
@@ -111,7 +111,10 @@ def test_weights_with_one_scale_get_one_per_channel():
     net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     with torch.no_grad():
         net[0].weight *= torch.logspace(-2, 1, 16)[:, None]
-    config, x = {"W": {"QSCHEME": "per-tensor-symmetric", "QUANTIZER": {"BIT": 4}}}, torch.randn(64, 16)
+    config, x = (
+        {"BACKEND": "virtual", "W": {"QSCHEME": "per-tensor-symmetric", "QUANTIZER": {"BIT": 4}}},
+        torch.randn(64, 16),
+    )
     with torch.no_grad():
         net[1].weight /= torch.logspace(-2, 1, 16)
     rows = {row.name: row for row in profile(sparsebit.quantize(net, [x], config), x).rows}
@@ -130,7 +133,7 @@ def test_the_backend_decides_how_many_bits(backend, override):
 @torch.no_grad()
 def test_inputs_of_a_matmul_belong_to_it():
     net, x = Attention().eval(), torch.randn(4, 6, 16)
-    config = {"A": {"SPECIFIC": [{"matmul_1_identity0": ["QUANTIZER.BIT", 2]}]}}
+    config = {"BACKEND": "virtual", "A": {"SPECIFIC": [{"matmul_1_identity0": ["QUANTIZER.BIT", 2]}]}}
     qmodel = sparsebit.quantize(net, [x], config)
     report = profile(qmodel, x)
     worst = report.rows[0]
@@ -162,7 +165,7 @@ def test_layers_inside_islands():
 
 def test_text_dict_and_repr():
     report = profile(sparsebit.quantize(small_net(), X, W4A4), X)
-    assert repr(report) == str(report) and all(row.name in str(report) for row in report.rows)
+    assert repr(report) == str(report) and all(row.path in str(report) for row in report.rows)
     assert json.loads(json.dumps(report.as_dict()))["rows"][0]["name"] == report.rows[0].name
     harmless = [r for r in report.rows if r.effect > report.total + 20]
     assert harmless and not any(r.fix for r in harmless)
@@ -195,3 +198,22 @@ def test_what_cannot_work_says_so():
         profile(sparsebit.quantize(small_net(), X, W4A4), [])
     with pytest.raises(CalibrationError, match="no scale yet"):
         profile(QuantModel(small_net(), W4A4), X)
+
+
+def test_suggested_overrides_were_never_tried_together():
+    net = small_net()
+    report = profile(sparsebit.quantize(net, X, W4A4), X)
+    assert 1 <= len(report.suggested) <= 3 and report.together > report.total + 0.5
+    rows = [row for row in report.rows if row.name in report.suggested]
+    gained = total(net, repaired(W4A4, *rows), X[0]) - total(net, W4A4, X[0])
+    assert gained > 0.4  # also when the model is really built with them
+    assert all(row.fix in str(report) for row in rows) and f"-> {report.together:.1f} dB with:" in str(report)
+
+
+def test_overrides_that_do_not_help_the_model_are_not_suggested(monkeypatch):
+    from sparsebit.quantization.tools import profile as module
+
+    monkeypatch.setattr(module, "GAIN", 1000.0)
+    report = profile(sparsebit.quantize(small_net(), X, W4A4), X)
+    assert report.suggested == () and report.together is None
+    assert "no override of a few layers helps the whole model" in str(report)

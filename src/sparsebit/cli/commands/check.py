@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
@@ -21,6 +23,7 @@ def check(
     preset: options.Preset = None,
     changes: options.Changes = None,
     trace: options.Trace = options.FrontEnd.fx,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="also every op and every layer")] = False,
     json: options.Json = False,
 ) -> int:
     """Say what traces, quantizes and prunes, what runs in integers, and the memory a calibration needs.
@@ -39,7 +42,11 @@ def check(
         report = qmodel.preflight(batches[0])
         pruning = _pruning(net, batches[0])
     ok = bool(report.totals["quantized"])
-    show({"ok": ok, **report.as_dict(), "pruning": pruning}, f"{report}\n\n{_text(pruning)}", json)
+    text = f"{_layers(pruning)}\n\n{report}" if verbose else report.short()
+    hint = [] if verbose else ["more         --verbose shows every op and every layer"]
+    show(
+        {"ok": ok, **report.as_dict(), "pruning": pruning}, "\n".join([text, *_summary(pruning), *hint]), json
+    )
     return 0 if ok else 1
 
 
@@ -65,8 +72,17 @@ def _pruning(net: Any, batch: Any) -> dict[str, Any]:
     return {"layers": layers, "fixed": sorted(set(walk.labels.why_fixed.values()))}
 
 
-def _text(pruning: dict[str, Any]) -> str:
-    rows = pruning["layers"]
-    lines = [f"pruning      channels of {len(rows)} layers can be removed"]
-    lines += [f"  {name}: {row['may_go']} of {row['channels']}" for name, row in rows.items()]
+def _layers(pruning: dict[str, Any]) -> str:
+    lines = ["channels that can be removed"]
+    lines += [f"  {name}: {row['may_go']} of {row['channels']}" for name, row in pruning["layers"].items()]
     return "\n".join([*lines, *(f"  stays: {why}" for why in pruning["fixed"])])
+
+
+def _summary(pruning: dict[str, Any], most: int = 3) -> list[str]:
+    rows, fixed = pruning["layers"], pruning["fixed"]
+    channels = sum(row["may_go"] for row in rows.values())
+    lines = [f"pruning      {channels} channels of {len(rows)} layers can be removed"]
+    lines += [f"             stays: {why}" for why in fixed[:most]]
+    return lines + (
+        [f"             and {len(fixed) - most} other reasons to stay"] if len(fixed) > most else []
+    )

@@ -18,7 +18,12 @@ Macs = Annotated[float | None, typer.Option(help="the share of multiplications t
 Params = Annotated[float | None, typer.Option(help="the share of parameters that stays")]
 Latency = Annotated[float | None, typer.Option(help="the share of time that stays, on this machine")]
 SparserName = Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")]
-RoundTo = Annotated[int, typer.Option(min=1, help="layers keep the nearest multiple of this many channels")]
+RoundTo = Annotated[
+    int,
+    typer.Option(
+        min=0, help="layers keep the nearest multiple of this many channels; 0: of 8, those with 16 or more"
+    ),
+]
 Scope = Annotated[str, typer.Option(help="layer: the same share of each; global: of all together")]
 Heads = Annotated[str, typer.Option(help="of attention: whole ones go, or the same dimension of each")]
 Merge = Annotated[
@@ -41,7 +46,7 @@ def prune(
     params: Params = None,
     latency: Latency = None,
     sparser: SparserName = "l1norm",
-    round_to: RoundTo = 1,
+    round_to: RoundTo = 0,
     scope: Scope = "layer",
     heads: Heads = "whole",
     merge: Merge = "0",
@@ -58,6 +63,7 @@ def prune(
     """
     from sparsebit.cli import compare, work
     from sparsebit.cli.run import check_output, running
+    from sparsebit.cli.slower import warn_if_slower
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
     how: dict[str, Any] = {"ratio": ratio, "macs": macs, "params": params, "latency": latency}
@@ -74,6 +80,7 @@ def prune(
         small = _pruned(run, net, batches, how, data is not None)
         exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
         compare.compare(run, net, small, batches, output / work.ONNX, metric)
+        warn_if_slower(run)
         work.refresh_report(output)
     result = {
         "ok": exported["ok"] is not False,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.data import absolute, length
+from sparsebit.cli.data import absolute, doubt_samples, length
 from sparsebit.cli.inputs import Inputs
 from sparsebit.cli.output import InputError, show
 
@@ -38,6 +38,7 @@ def quantize(
     """
     from sparsebit.cli import compare, work
     from sparsebit.cli.run import check_output, running
+    from sparsebit.cli.slower import warn_if_slower
 
     if data is None:
         raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
@@ -47,6 +48,7 @@ def quantize(
     check_output(output, {"command": "quantize", "inputs": inputs.absolute(), "settings": asked}, resume)
     compare.check_metric(metric)
     net, batches = inputs.load()
+    doubt_samples(data, batches)
     with running(output, "quantize", inputs, asked, resume) as run:
         if run.done("quantize"):
             qmodel = work.load_quantized(run, net, batches)
@@ -58,6 +60,7 @@ def quantize(
                 facts.update(_sizes(layers["totals"]))
         exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
         compare.compare(run, net, qmodel, batches, output / work.ONNX, metric)
+        warn_if_slower(run)
         work.refresh_report(output)
     facts = run.about["steps"]["quantize"]
     result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}

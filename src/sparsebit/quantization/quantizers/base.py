@@ -57,6 +57,9 @@ class Reuse:
 
 class Quantizer(nn.Module):
     TYPE: ClassVar[str] = ""
+    START: ClassVar[str] = (
+        ""  # the observer of a config that names this quantizer and no observer; "": minmax
+    )
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
     zero_point: Tensor
     # Each of these two is True for a class that defines the method, unless the class says False.

@@ -1,8 +1,8 @@
 """LSQ: the scale is learned (Esser et al., Learned Step Size Quantization, ICLR 2020).
 
-Starts where the observer says (mse is best), or with minmax, which knows nothing of few bits, at 2 mean|x| / sqrt(q),
-q the code farthest from 0. Its gradient is scaled by 1 / sqrt(values * qmax). An affine scheme keeps the zero point of
-calibration: 0 for the values of a ReLU.
+Starts where the observer says: mse, unless the config names another. With minmax, which knows nothing of few bits, it
+starts as in the paper, at 2 mean|x| / sqrt(q), q the code farthest from 0. Its gradient is scaled by
+1 / sqrt(values * qmax). An affine scheme keeps the zero point of calibration: 0 for the values of a ReLU.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def lsq_grad_scale(x: Tensor, quantizer: BaseQuantizer) -> float:
 @register_quantizer
 class LSQQuantizer(BaseQuantizer):
     TYPE = "lsq"
+    START = "mse"
     keeps_batches = False
 
     def __init__(self, config: Any):

@@ -1,6 +1,7 @@
 """LSQ+: scale and zero point are learned (Bhalgat et al., LSQ+, CVPR workshops 2020).
 
-Symmetric weights start at max|mean +- 3 std|, everything else at the observer's range. A symmetric grid has no zero
+Starts at the observer's range: mse, unless the config names another. With minmax, symmetric weights start as in the
+paper, at max|mean +- 3 std|. A symmetric grid has no zero
 point to learn.
 """
 
@@ -21,6 +22,7 @@ from sparsebit.quantization.quantizers.lsq import lsq_grad_scale
 @register_quantizer
 class LSQPlusQuantizer(BaseQuantizer):
     TYPE = "lsq+"
+    START = "mse"
     keeps_batches = False
 
     def __init__(self, config: Any):

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,10 +22,20 @@ CLOSE = 1.0  # dB: as good as float, the rest of the noise is not this quantizer
 
 @dataclass(frozen=True)
 class Fix:
-    """`text` is a line for the config; `db` the SQNR of the layer's output with it."""
+    """`text` is a line for the config; `db` the SQNR of the layer's output with it.
+
+    `old` is the quantizer that is repaired, `new` the one in its place; None: its values stay float.
+    """
 
     text: str
     db: float | None
+    old: Quantizer | None = None
+    new: Quantizer | None = None
+
+
+class _Tried(NamedTuple):
+    new: Quantizer
+    db: float
 
 
 def find_fix(
@@ -46,21 +56,23 @@ def find_fix(
     letter = quantizer.cfg.letter
     # measured on the same data as the others, so that only the method differs
     again = _try(quantizer, [], data, score)
-    now = max(score(quantizer), again if again is not None else -math.inf)
+    now = max(score(quantizer), again.db if again is not None else -math.inf)
     best, top = None, -math.inf
     for override in () if fixed_range else _free(quantizer, letter):
-        db = _try(quantizer, override, data, score)
-        if db is not None and db > max(now + FREE_GAIN, top):
-            best, top = Fix(_line(letter, name, override), db), db
+        tried = _try(quantizer, override, data, score)
+        if tried is not None and tried.db > max(now + FREE_GAIN, top):
+            best, top = Fix(_line(letter, name, override), tried.db, quantizer, tried.new), tried.db
     if best is not None and top > GOOD:
         return best
     in_float = score(None)
     for bits in (b for b in WIDTHS if b > quantizer.bit and (limits is None or b in limits)):
-        db = _try(quantizer, ["QUANTIZER.BIT", bits], data, score)
-        if db is not None and db > now + FREE_GAIN and (db > now + BIT_GAIN or db > in_float - CLOSE):
-            return Fix(_line(letter, name, ["QUANTIZER.BIT", bits]), db)
+        tried = _try(quantizer, ["QUANTIZER.BIT", bits], data, score)
+        if tried is None or tried.db <= now + FREE_GAIN:
+            continue
+        if tried.db > now + BIT_GAIN or tried.db > in_float - CLOSE:
+            return Fix(_line(letter, name, ["QUANTIZER.BIT", bits]), tried.db, quantizer, tried.new)
     if best is None and in_float > now + FREE_GAIN:
-        best = Fix(_line(letter, name, ["QUANTIZER.DISABLE", True]), in_float)
+        best = Fix(_line(letter, name, ["QUANTIZER.DISABLE", True]), in_float, quantizer)
     return best
 
 
@@ -75,8 +87,8 @@ def _free(quantizer: Quantizer, letter: str) -> Iterator[list[Any]]:
 
 def _try(
     quantizer: Quantizer, override: list[Any], data: list[Tensor], score: Callable[[Quantizer | None], float]
-) -> float | None:
-    """SQNR with the override; None if it does not go with the rest of the config."""
+) -> _Tried | None:
+    """The quantizer with the override, and its SQNR; None if it does not go with the rest of the config."""
     try:
         new = build_quantizer(quantizer.cfg.override(*override))
         new.to(quantizer.scale.device)
@@ -91,7 +103,7 @@ def _try(
     except SparsebitError:
         return None
     new.mode = Mode.QUANT
-    return score(new)
+    return _Tried(new, score(new))
 
 
 def _line(letter: str, name: str, override: list[Any]) -> str:

@@ -15,7 +15,7 @@ from sparsebit.quantization.tools.backend_rules import RULES
 from sparsebit.quantization.tools.costs import Measured, measure
 from sparsebit.quantization.tools.layers import is_active, layers
 from sparsebit.quantization.tools.preflight_rows import PARTS, Row, RowBuilder
-from sparsebit.quantization.tools.text import count, share, size, table
+from sparsebit.quantization.tools.text import count, groups, labels, share, size, table
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,39 @@ class Preflight:
     uncovered: list[Uncovered]
     totals: dict[str, int]
     notes: list[str]
+    config: str = ""  # what a mapping without BACKEND was put on
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        parts = (self._summary(), self._ops(), self._islands(), self._uncovered())
+        parts = (self._ops(), self._uncovered(), self._islands(), self.summary())
         return "\n\n".join(part for part in parts if part)
 
     __repr__ = __str__
 
-    def _summary(self) -> str:
+    def short(self) -> str:
+        """A screenful: islands, the reasons of ops that stay float or have no integer kernel, and the summary."""
+        name, t = labels(self.rows), self.totals
+        stays: dict[str, list[str]] = defaultdict(list)
+        slow: dict[str, list[str]] = defaultdict(list)
+        for row in self.rows:
+            if row.state == "float":
+                stays[row.how].append(name[row.name])
+            elif row.macs and not row.integer and row.backend and self.backend in RULES:
+                slow[row.backend].append(name[row.name])
+        lines = [f"stays float  {line}" for line in groups(stays)]
+        if t.get("macs") and t["integer_macs"] < t["macs"]:
+            lines += [f"not integer  {line}" for line in groups(slow)]
+        return "\n\n".join(part for part in (self._islands(), "\n".join(lines), self.summary()) if part)
+
+    def summary(self) -> str:
+        """A few lines: what is quantized, the size, the share of integers, the memory of a calibration."""
         t = self.totals
         lines = [
             f"pre-flight of {self.model}, backend {self.backend}",
+            *([f"config       {self.config}"] if self.config else []),
             f"ops          {t['quantized']} quantized, {t['absorbed']} absorbed, {t['float']} float",
             f"parameters   {size(t['bytes'])} -> {size(t['quantized_bytes'])}; "
             f"{share(t['covered_bytes'], t['bytes'])} of the bytes have a weight quantizer",
@@ -74,10 +92,10 @@ class Preflight:
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 
     def _ops(self) -> str:
-        cells = []
+        cells, name = [], labels(self.rows)
         for r in self.rows:
             numbers = [count(r.macs) if r.macs else "", size(r.bytes) if r.bytes else ""]
-            cells.append([r.name, r.op, f"{r.state}: {r.how}", *numbers, r.backend])
+            cells.append([name[r.name], r.op, f"{r.state}: {r.how}", *numbers, r.backend])
         return table(["name", "op", "state", "MACs", "parameters", self.backend], cells, "lllrrl")
 
     def _islands(self) -> str:
@@ -110,6 +128,7 @@ def preflight(qmodel: Any, example: Any = None, backend: str | None = None) -> P
         uncovered=_uncovered(gm),
         totals=_totals(gm, rows, measured),
         notes=list(_notes(gm, backend, rows)),
+        config=getattr(qmodel.cfg, "taken", ""),
     )
 
 

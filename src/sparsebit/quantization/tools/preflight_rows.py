@@ -143,8 +143,8 @@ class RowBuilder:
         if absorbed and isinstance(module, QSoftmax):
             return "float", WRONG
         if absorbed:
-            source = node.all_input_nodes[0].name if node.all_input_nodes else "its neighbour"
-            return "absorbed", f"into {source}"
+            source = names_of(node.all_input_nodes[0]) if node.all_input_nodes else ("", "its neighbour")
+            return "absorbed", f"into {source[1] or source[0]}"
         return self._without_quantizer(module)
 
     def _without_quantizer(self, module: nn.Module | None) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 Every layer is quantized alone. Its own SQNR says how much noise it makes; the SQNR of the model's output says how much
 of it arrives: the two rank layers differently. The fix is tried on the spot: other observers of the same width
-first, because they are free, then more bits, then float.
+first, because they are free, then more bits, then float. What is suggested in the end was tried together.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from sparsebit.quantization.tools.layers import (
     switched_on,
     undisturbed,
 )
-from sparsebit.quantization.tools.text import table
+from sparsebit.quantization.tools.text import labels, table
 
+SUGGESTED = 3  # overrides at most
+GAIN = 0.5  # dB of the whole model that an override must bring beside the others, to be suggested
 HARMLESS = 20.0  # dB above the whole model: a layer that makes less than 1 % of the noise needs no fix
 
 
@@ -78,6 +80,8 @@ class Profile:
     model: str
     total: float  # SQNR of the output with everything quantized
     rows: list[LayerProfile]
+    suggested: tuple[str, ...] = ()  # names of rows whose fixes help the whole model, tried together
+    together: float | None = None  # SQNR of the output with these fixes
 
     @property
     def by_sqnr(self) -> list[LayerProfile]:
@@ -88,10 +92,10 @@ class Profile:
         return asdict(self)
 
     def __str__(self) -> str:
-        rank = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}
+        rank, name = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}, labels(self.rows)
         cells = [
             [
-                r.name,
+                name[r.name],
                 _db(r.effect),
                 _db(r.own),
                 rank[r.name],
@@ -106,7 +110,17 @@ class Profile:
         return (
             f"profile of {self.model}: SQNR in dB, one layer quantized at a time; all of them: {_db(self.total)}\n"
             + table(header, cells, "lrrrrrlr")
+            + "\n"
+            + self._suggestion()
         )
+
+    def _suggestion(self) -> str:
+        if not self.suggested:
+            return (
+                "no override of a few layers helps the whole model: try another preset, or more bits for all"
+            )
+        lines = [row.fix for name in self.suggested for row in self.rows if row.name == name]
+        return "\n".join([f"together {_db(self.total)} -> {_db(self.together)} dB with:", *lines])
 
     __repr__ = __str__
 
@@ -134,11 +148,61 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
         with switched_on(q for unit in units for q in unit.quantizers):
             for (args, kwargs), out in zip(calls, real):
                 total.add(gm(*args, **kwargs), out)
-        rows = [
+        found = [
             _row(gm, unit, calls, real, _limits(qmodel)) for unit in tracked(units, progress, "profiling")
         ]
-    rows = [r if r.effect < total.db + HARMLESS else replace(r, fix="", fixed=None) for r in rows]
-    return Profile(type(gm).__name__, total.db, sorted(rows, key=lambda r: r.effect))
+        found = [
+            (r, fix) if r.effect < total.db + HARMLESS else (replace(r, fix="", fixed=None), None)
+            for r, fix in sorted(found, key=lambda pair: pair[0].effect)
+        ]
+        suggested, together = _suggest(gm, units, found, calls, real, total.db)
+    rows = [row for row, _ in found]
+    return Profile(type(gm).__name__, total.db, rows, suggested, together)
+
+
+def _suggest(
+    gm: fx.GraphModule,
+    units: list[_Unit],
+    found: list[tuple[LayerProfile, Fix | None]],
+    calls: list[Batch],
+    real: list[Any],
+    total: float,
+) -> tuple[tuple[str, ...], float | None]:
+    """The fixes that help the model beside each other, those of the worst layers first; and the SQNR with them."""
+    owners = {q: owner for unit in units for q, (_, owner) in unit.quantizers.items()}
+    chosen: list[tuple[str, Fix]] = []
+    best = total
+    candidates = [(row.name, fix) for row, fix in found if fix is not None and fix.old is not None]
+    for name, fix in candidates[: 2 * SUGGESTED]:
+        noise = Noise()
+        with switched_on(q for unit in units for q in unit.quantizers), ExitStack() as stack:
+            for _, each in [*chosen, (name, fix)]:
+                stack.enter_context(_repaired(each, owners))
+            for (args, kwargs), out in zip(calls, real):
+                noise.add(gm(*args, **kwargs), out)
+        if noise.db > best + GAIN:
+            best = noise.db
+            chosen.append((name, fix))
+        if len(chosen) == SUGGESTED:
+            break
+    return tuple(name for name, _ in chosen), best if chosen else None
+
+
+@contextmanager
+def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
+    """Inside, the new quantizer of a fix does the work of the old one."""
+    old, new = fix.old, fix.new
+    assert old is not None
+    owner = owners[old]
+    correction = owner.bias_correction
+    handle = old.register_forward_hook(lambda q, args, out: args[0] if new is None else new(args[0]))
+    try:
+        if old.observer.is_weight:
+            owner.bias_correction = None  # it is for the old grid
+        yield
+    finally:
+        handle.remove()
+        owner.bias_correction = correction
 
 
 def _limits(qmodel: Any) -> dict[str, Any]:
@@ -191,7 +255,7 @@ def _owned(module: nn.Module) -> list[tuple[Quantizer, QuantOpr]]:
 
 def _row(
     gm: fx.GraphModule, unit: _Unit, calls: list[Batch], real: list[Any], limits: dict[str, Any]
-) -> LayerProfile:
+) -> tuple[LayerProfile, Fix | None]:
     effect, trial = Noise(), _Trial(unit, limits)
     for (args, kwargs), out in zip(calls, real):
         with switched_on(unit.quantizers), trial.listening():
@@ -199,7 +263,8 @@ def _row(
     weight, inputs = (trial.noise[half].db if found else None for half, found in trial.halves.items())
     fix = trial.fix or Fix("", None)
     own = trial.noise["own"].db
-    return LayerProfile(unit.name, unit.path, own, effect.db, weight, inputs, fix.text, fix.db)
+    row = LayerProfile(unit.name, unit.path, own, effect.db, weight, inputs, fix.text, fix.db)
+    return row, trial.fix
 
 
 class _Trial:

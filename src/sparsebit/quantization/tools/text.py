@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
@@ -17,6 +19,31 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "")
         for line in lines
     )
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+
+def labels(rows: Iterable[Any]) -> dict[str, str]:
+    """Rows have a `name` in the graph and a `path` in the model: name -> the path, with the name if it is not alone."""
+    rows = list(rows)
+    same = Counter(row.path for row in rows)
+    return {
+        row.name: row.name
+        if not row.path
+        else row.path
+        if same[row.path] == 1
+        else f"{row.path} ({row.name})"
+        for row in rows
+    }
+
+
+def groups(reasons: Mapping[str, Sequence[str]], most: int = 6, names: int = 3) -> list[str]:
+    """`12 ops: no integer kernel (a, b, c, ...)`: one line per reason, those with the most ops first."""
+    ranked = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    lines = []
+    for reason, found in ranked[:most]:
+        shown = ", ".join(found[:names]) + (", ..." if len(found) > names else "")
+        lines.append(f"{len(found)} {'op' if len(found) == 1 else 'ops'}: {reason} ({shown})")
+    left = sum(len(found) for _, found in ranked[most:])
+    return lines + ([f"{left} more, for {len(ranked) - most} other reasons"] if left else [])
 
 
 def size(n: float) -> str:

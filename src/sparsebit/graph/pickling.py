@@ -1,0 +1,72 @@
+"""Pickle a GraphModule with everything that its nodes know.
+
+torch pickles the code of a graph and traces it again, which loses `meta` of the graph and of its nodes. Here the nodes
+themselves are written down.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+OF_CODE = ("_graph", "_code", "_lineno_map", "_prologue_start")  # what recompile() makes
+OF_TRACE = (
+    "val",
+    "example_value",
+    "tensor_meta",
+    "from_node",
+)  # fake tensors, and what torch.export remembers
+
+
+@dataclass(frozen=True)
+class _Ref:
+    """Another node, by its name."""
+
+    name: str
+
+
+class Picklable:
+    """Stands for a GraphModule in the state of its owner; whoever unpickles or copies it gets the GraphModule."""
+
+    def __init__(self, gm: fx.GraphModule):
+        self.gm = gm
+
+    def __reduce__(self) -> Any:
+        return from_data, (to_data(self.gm),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> fx.GraphModule:
+        return from_data(copy.deepcopy(to_data(self.gm), memo))
+
+
+def to_data(gm: fx.GraphModule) -> dict[str, Any]:
+    """The graph as plain values, and the state of the module."""
+    as_ref = lambda value: fx.node.map_arg(value, lambda node: _Ref(node.name))
+    nodes = [
+        {
+            "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
+            "meta": {key: value for key, value in n.meta.items() if key not in OF_TRACE},
+        }
+        for n in gm.graph.nodes
+    ]
+    state = {key: value for key, value in vars(gm).items() if key not in OF_CODE}
+    return {"name": type(gm).__name__, "nodes": nodes, "codegen": gm.graph._codegen, "state": state}
+
+
+def from_data(data: dict[str, Any]) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.set_codegen(data["codegen"])
+    made: dict[str, fx.Node] = {}
+    as_node = lambda value: made[value.name] if isinstance(value, _Ref) else value
+    for saved in data["nodes"]:
+        op, target, args, kwargs, name, kind = saved["call"]
+        args, kwargs = (fx.node.map_aggregate(value, as_node) for value in (args, kwargs))
+        made[name] = graph.create_node(op, target, args, kwargs, name, kind)
+        made[name].meta.update(saved["meta"])
+    root = nn.Module()
+    root.__dict__.update(data["state"])
+    gm = fx.GraphModule(root, graph, data["name"])
+    gm.__dict__.update(data["state"])  # hooks, aliases, what no node calls
+    return gm
