@@ -210,7 +210,7 @@ def test_verify_of_a_folder_said_no_such_file(sparsebit, runs, work):
     assert done.code == 0 and "certificate      holds" in done.out
     refused(sparsebit, work, "verify nowhere", "nowhere: no such file")
     (work / "empty").mkdir()
-    refused(sparsebit, work, "verify empty", "is a folder without a model.onnx", "sparsebit export empty")
+    refused(sparsebit, work, "verify empty", "is no folder of a run", "--run")
 
 
 def test_the_summary_always_shows_sqnr_against_float(sparsebit, more):

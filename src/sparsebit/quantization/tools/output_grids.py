@@ -127,7 +127,7 @@ class OutputGrids:
             everybody = (
                 [] if None in found else [reader for readers in found if readers for reader in readers]
             )
-            self.known[node] = _merged(everybody) or None
+            self.known[node] = everybody or None
         return self.known[node]
 
     def _reads_size(self, user: fx.Node) -> bool:
@@ -174,19 +174,6 @@ def _on_one_grid(readers: list[Reader]) -> bool:
     first = readers[0]
     same = all((r.quantizer, r.clipped) == (first.quantizer, first.clipped) for r in readers)
     return same or all(r.grid == first.grid for r in readers)
-
-
-def _merged(readers: list[Reader]) -> list[Reader]:
-    """The exporter makes one of quantizers that read the very value on the same grid, before it moves them."""
-    kept: list[Reader] = []
-    for reader in readers:
-        at_the_value = [k for k in kept if k.direct and not k.clipped]
-        is_there = (
-            reader.direct and not reader.clipped and any(_on_one_grid([k, reader]) for k in at_the_value)
-        )
-        if not is_there:
-            kept.append(reader)
-    return kept
 
 
 def _function(module: Any) -> str:
