@@ -109,6 +109,7 @@ class Certificate(Comparison):
     output_types: dict[str, str] = field(default_factory=dict)  # of those that have another type
     order: list[str] = field(default_factory=list)
     quantization: EndToEnd = field(default_factory=EndToEnd)  # the quantized model against the float one
+    rounds_inputs: bool = False  # kernels that round float values to 8 bits, as a share of the whole value
     start: str = ""  # of a file that differs in a plain session only: the first tensor that does
 
     @property
@@ -134,7 +135,7 @@ class Certificate(Comparison):
     def allowed(self, name: str) -> tuple[float, int]:
         """How far an output may be from the model's, in dB, and how many of its labels may differ."""
         floor, quantization = self.floor_of(name), self.quantization.outputs.get(name, OutputNoise())
-        quiet = QUIET + self.runtime.outputs[name].moving_db
+        quiet = QUIET + (0.0 if self.rounds_inputs else self.runtime.outputs[name].moving_db)
         limits = (floor.noise_db + ABOVE_FLOOR, quantization.noise_db - BELOW_QUANTIZATION, quiet)
         rounding = 20 * math.log10(self.rounding)
         noise = max(rounding, *(limit for limit in limits if limit < math.inf))

@@ -67,11 +67,12 @@ def certify(
     for args, kwargs in calls:
         check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
     is_for_onnxruntime = backend == "onnxruntime"
+    integer, floating = runtime.kernels(file)
+    certificate.rounds_inputs = bool(integer["MatMulNBits"])
     certificate.session = AS_USERS_RUN_IT if is_for_onnxruntime else BARE
     plain = check_end_to_end(qmodel, file, [*calls, *more], certificate, is_for_onnxruntime)
     if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
         certificate.start = first_wrong_tensor(file, [*calls, *more])
-    integer, floating = runtime.kernels(file)
     described = {name: mark.describe() for name, mark in marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
     report.notes += certificate.remarks()
