@@ -27,25 +27,33 @@ MOVERS = frozenset(
 
 
 def merge_equal(model: ir.Model, marks: Marks) -> dict[str, str]:
-    """Quantizers with the same grid on the same value become one; returns {dropped name: kept name}."""
+    """Quantizers with the same grid on the same value become one; returns {dropped name: kept name}.
+
+    A quantizer that is called several times stays, and reads what the kept one gives: onnxruntime makes one of both.
+    """
     aliases: dict[str, str] = {}
     same: dict[Any, list[ir.Node]] = defaultdict(list)
     calls = Counter(name_of(node) for node in marks_in(model) if not _is_copy(node))
     for node in marks_in(model):
         mark = marks.get(name_of(node))
-        if mark is not None and not mark.is_weight and calls[mark.name] == 1:
+        if mark is not None and not mark.is_weight:
             clip = node.metadata_props.get("clip")
             same[id(node.inputs[0]), clip, _grid(mark)].append(node)
-    for first, *others in same.values():
-        kept = next((node for node in (first, *others) if not _is_copy(node)), first)
+    for nodes in same.values():
+        first, kept = nodes[0], min(nodes, key=lambda node: (_is_copy(node), calls[name_of(node)] > 1))
         if kept is not first:
             assert kept.graph is not None
             kept.graph.remove(kept)
             first.graph.insert_before(first, [kept])  # type: ignore[union-attr]
-        if any("hoisted" in node.metadata_props for node in (first, *others)):
+        if any("hoisted" in node.metadata_props for node in nodes):
             kept.metadata_props["hoisted"] = "1"
-        for node in (first, *others):
+        for node in nodes:
             if node is kept:
+                continue
+            if not _is_copy(node) and calls[name_of(node)] > 1:
+                node.replace_input_with(0, kept.outputs[0])
+                node.metadata_props["hoisted"] = "1"
+                node.metadata_props.pop("clip", None)
                 continue
             if not _is_copy(node):
                 aliases[name_of(node)] = name_of(kept)
