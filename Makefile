@@ -7,7 +7,7 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test check format bench docs zoo clean
+.PHONY: demo test check format bench docs zoo zoo-speed clean
 .DEFAULT_GOAL := test
 
 # One set-up for all targets: made once, made again only when the dependencies change.
@@ -51,6 +51,12 @@ zoo: $(READY)
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers pillow
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/zoo tests/real_weights/test_minilm.py
 	@$(PY) tests/zoo/make_table.py
+
+# How long files take, beside the float file and onnxruntime's own: alone on the machine, an hour.
+zoo-speed: $(READY)
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision==0.28.0 timm
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers pillow
+	@$(PY) benchmarks/zoo_speed.py
 
 clean:
 	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache build dist
