@@ -87,6 +87,7 @@ def test_it_runs_or_was_refused(name, source, tmp_path, caplog):
     except ConfigError as error:
         assert "no reader would run this checkpoint (transformers: " in str(error)
         assert not out.exists()  # before it began
+        assert "(5.23 and later unpack layers while they load)" in str(error)
         llm.quantize(given, [batch], save=out, force=True, **options)
         refused = True
     else:

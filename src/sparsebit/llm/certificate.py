@@ -54,7 +54,8 @@ class Certificate:
                 f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
                 "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
             )
-        check_verdicts(self.verdicts, grids.force)
+        if not somebody(self.verdicts):  # the last choice says most: it is the one that readers could unpack
+            check_verdicts(tried[-1][2], grids.force)
         warn_early(self.verdicts)
         job.specs.update(specs)
 
