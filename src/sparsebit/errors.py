@@ -46,3 +46,11 @@ class CalibrationError(SparsebitError, RuntimeError):
 
 class ExportError(SparsebitError, RuntimeError):
     """A model that cannot be written, or a file that does not do what the model did."""
+
+
+class ReaderError(ExportError):
+    """A checkpoint was written, but a program that should run it does not; `report` is that of the run."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report

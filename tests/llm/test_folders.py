@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, batch_of
+from architectures import ARCHITECTURES, SEQ2SEQ, SIZES, batch_of, forced, translated, words
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, SparsebitError
@@ -58,7 +58,7 @@ def change(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_a_model_and_its_folder_give_the_same_bytes_and_lose_nothing(name, tmp_path):
     model, batch = saved(name, tmp_path / "float")
     before = tensors_in(tmp_path / "float")
-    batches, options = [batch, batch_of(name, 3)], {"bits": 8, "group_size": 32, "refine": 0}
+    batches, options = [batch, batch_of(name, 3)], {"bits": 8, "group_size": 32, "refine": 0, **forced(name)}
     report = llm.quantize(model, batches, save=tmp_path / "a", **options)
     llm.quantize(tmp_path / "float", batches, save=tmp_path / "b", **options)
     for path in sorted((tmp_path / "a").glob("*.safetensors")):
@@ -124,8 +124,40 @@ def test_a_folder_of_the_model_without_its_head_has_other_prefixes(tmp_path):
     state = tensors_in(tmp_path / "float")
     short = {key.removeprefix("transformer."): tensor for key, tensor in state.items()}
     safetensors.save_file(short, tmp_path / "float" / "model.safetensors", {"format": "pt"})
-    rtn(tmp_path / "float", tmp_path / "out")
+    rtn(tmp_path / "float", tmp_path / "out", **forced("GPT2LMHeadModel"))
     assert "h.0.attn.c_attn.weight_packed" in tensors_in(tmp_path / "out")
+    assert change(logits(llm.load(tmp_path / "out"), batch), logits(model, batch)) < 1e-3
+
+
+def test_tensors_that_checkpoints_leave_out_are_computed(tmp_path):
+    """Marian's tables of sines are in no file."""
+    torch.manual_seed(0)
+    model = transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ)).eval()
+    model.save_pretrained(tmp_path / "float")
+    assert not [key for key in tensors_in(tmp_path / "float") if "embed_positions" in key]
+    rtn(model, tmp_path / "a")
+    rtn(tmp_path / "float", tmp_path / "b")
+    first, second = tensors_in(tmp_path / "a"), tensors_in(tmp_path / "b")
+    assert set(first) == set(second) and all(torch.equal(first[key], second[key]) for key in first)
+    batch = translated()
+    assert change(logits(llm.load(tmp_path / "b"), batch), logits(model, batch)) < 1e-3
+
+
+def test_a_class_that_the_files_spell_in_another_way(tmp_path):
+    """Phi-3.5-MoE's config.json says PhiMoEForCausalLM, transformers PhimoeForCausalLM."""
+    settings = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(**settings)).eval()
+    model.save_pretrained(tmp_path / "float")
+    config = json.loads((tmp_path / "float" / "config.json").read_text())
+    config["architectures"] = ["PhiMoEForCausalLM"]
+    (tmp_path / "float" / "config.json").write_text(json.dumps(config))
+    report = rtn(tmp_path / "float", tmp_path / "out")
+    assert [row.state for row in report.readers] == ["runs", "fits"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [
+        "PhiMoEForCausalLM"
+    ]
+    batch = {"input_ids": words()}
     assert change(logits(llm.load(tmp_path / "out"), batch), logits(model, batch)) < 1e-3
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sparsebit import llm
-from sparsebit.errors import ExportError
+from sparsebit.errors import ConfigError, ExportError
 from sparsebit.llm.gguf import GgufReport, export_gguf, pack, to_gguf
 from sparsebit.llm.gguf.packing import fit
 from sparsebit.numeric.quantized_weight import QuantizedWeight
@@ -364,6 +364,14 @@ def test_a_folder_that_lacks_a_tensor_is_refused(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(ExportError, match=r"1 tensors of the model are not in its files, such as .*up_proj"):
+        export_gguf(tmp_path / "model", tmp_path / "x.gguf", tokenizer=False)
+
+
+def test_a_corrupt_file_is_named(tmp_path):
+    build("Qwen2ForCausalLM").save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be read: .*; copy or download"):
         export_gguf(tmp_path / "model", tmp_path / "x.gguf", tokenizer=False)
 
 

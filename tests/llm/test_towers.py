@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, batch_of, words
+from architectures import ARCHITECTURES, batch_of, forced, words
 from torch import nn
 
 from sparsebit import llm
@@ -75,7 +75,7 @@ def test_what_is_quantized_unless_something_is_said(name):
 def test_every_tower_of_every_model(name, tmp_path):
     """With a processor's batches; reloaded without a model."""
     model, batches = build(name)
-    report = llm.quantize(model, batches, save=tmp_path, towers="all", refine=0, **OPTIONS)
+    report = llm.quantize(model, batches, save=tmp_path, towers="all", refine=0, **OPTIONS, **forced(name))
     assert len(report.layout.towers) == 2 and len(report.layout) == 4
     assert all("error" in about for about in report.layers.values())
     loaded = llm.load(tmp_path)
@@ -104,14 +104,20 @@ def test_towers_are_chosen_by_parts_of_their_names(tmp_path):
 def test_a_tower_sees_what_the_quantized_one_before_it_gives(name, tmp_path):
     """The second tower is solved as in a model whose first one is quantized already."""
     model, batches = build(name)
-    whole = llm.quantize(model, batches, save=tmp_path / "whole", towers="all", bits=3, group_size=32)
+    whole = llm.quantize(
+        model, batches, save=tmp_path / "whole", towers="all", bits=3, group_size=32, **forced(name)
+    )
     first, second = whole.layout.towers
-    llm.quantize(model, batches, save=tmp_path / "first", towers=first.path, bits=3, group_size=32)
+    llm.quantize(
+        model, batches, save=tmp_path / "first", towers=first.path, bits=3, group_size=32, **forced(name)
+    )
     half = copy.deepcopy(model)
     for layer, module in llm.load(tmp_path / "first").named_modules():
         if isinstance(module, llm.QuantLinear):
             half.get_submodule(layer).weight.data = module.dequantize(torch.float32)
-    report = llm.quantize(half, batches, save=tmp_path / "second", towers=second.path, bits=3, group_size=32)
+    report = llm.quantize(
+        half, batches, save=tmp_path / "second", towers=second.path, bits=3, group_size=32, **forced(name)
+    )
     for layer, about in report.layers.items():
         assert about["error"] == pytest.approx(whole.layers[layer]["error"], rel=1e-3), layer
 
@@ -161,7 +167,7 @@ def test_a_run_that_was_killed_between_towers_ends_in_the_same_bytes(tmp_path, m
     from sparsebit.llm.store import Store
 
     model, batches = build(T5)
-    llm.quantize(model, batches, save=tmp_path / "a", match_float=True, **OPTIONS)
+    llm.quantize(model, batches, save=tmp_path / "a", match_float=True, **OPTIONS, **forced(T5))
     write, left = Store.write, [3]
 
     def dying(self, *args):
@@ -172,11 +178,20 @@ def test_a_run_that_was_killed_between_towers_ends_in_the_same_bytes(tmp_path, m
 
     monkeypatch.setattr(Store, "write", dying)
     with pytest.raises(KeyboardInterrupt):
-        llm.quantize(model, batches, save=tmp_path / "b", match_float=True, **OPTIONS)
+        llm.quantize(model, batches, save=tmp_path / "b", match_float=True, **OPTIONS, **forced(T5))
     monkeypatch.setattr(Store, "write", write)
-    llm.quantize(model, batches, save=tmp_path / "b", match_float=True, **OPTIONS)
+    llm.quantize(model, batches, save=tmp_path / "b", match_float=True, **OPTIONS, **forced(T5))
     for path in sorted((tmp_path / "a").glob("*.safetensors")):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_blocks_that_share_a_layer_are_refused(tmp_path):
+    """Zamba-2 has one transformer for several blocks; it was solved twice, then the folder could not be loaded."""
+    model, batches = build("LlamaForCausalLM")
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ConfigError, match=r"'model.layers.0.mlp.up_proj.weight' and .*are one matrix"):
+        llm.quantize(model, batches, save=tmp_path / "out", **OPTIONS)
+    assert not (tmp_path / "out").exists()
 
 
 def test_data_that_does_not_reach_a_tower(tmp_path):
@@ -281,5 +296,8 @@ def test_a_layer_that_is_never_called_stays_float(tmp_path, caplog):
 def test_outputs_that_the_block_writes_into(tmp_path):
     """Falcon adds the attention's output to the MLP's in place: the float model's outputs were taken after that."""
     model, batches = build("FalconForCausalLM")
-    llm.quantize(model, batches, save=tmp_path, group_size=32, match_float=True)
+    report = llm.quantize(
+        model, batches, save=tmp_path, group_size=32, match_float=True, blocks="transformer.h"
+    )
+    assert "8 layers at 4.00 bits" in str(report)  # FalconLinear is a Linear: there were 0 layers
     assert change(logits(llm.load(tmp_path), batches[0]), logits(model, batches[0])) < 2e-3  # it was 5e-2

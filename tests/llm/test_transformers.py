@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from architectures import forced
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError
@@ -262,6 +263,7 @@ def unusual(kind: str) -> torch.nn.Module:
 def test_weights_that_are_in_no_linear(kind, method, tmp_path):
     model, batches = unusual(kind), tokens(4)
     options = {"ratio": 0.3} if method == "sparsegpt" else {"group_size": 32}
+    options |= forced(type(model).__name__)
     report = llm.quantize(model, batches, save=tmp_path, method=method, **options)
     if kind == "GPT2":
         assert "8 Conv1D are stored as Linear" in str(report.layout) and len(report.layers) == 8

@@ -26,6 +26,9 @@ def model_folder(spec: str) -> Path:
             "language models need the package transformers: pip install 'sparsebit[llm]'; or use "
             "sparsebit.llm.quantize from Python, which takes any nn.Module"
         )
+    from sparsebit.llm.skeleton import check_transformers
+
+    check_transformers()
     return folder
 
 

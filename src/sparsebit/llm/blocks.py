@@ -108,6 +108,7 @@ def find_blocks(
     names = Names(model)
     found = [_tower(model, path, names)] if path is not None else find_towers(model, names)
     chosen = _chosen(model, found, towers)
+    _check_shared(model, chosen)
     inside = {
         f"{tower.path}.{i}.{name}" for tower in chosen for i, b in enumerate(tower.linears) for name in b
     }
@@ -154,6 +155,20 @@ def _chosen(model: Any, found: list[Tower], towers: str | Sequence[str] | None) 
     if not asked:
         raise ConfigError(f"towers: is empty, so that nothing is quantized; there are: {there}")
     return [tower for tower in found if any(_called(tower, name) for name in asked)]
+
+
+def _check_shared(model: nn.Module, towers: list[Tower]) -> None:
+    """Refuses blocks that have one matrix in common: it would be solved twice, for different inputs."""
+    seen: dict[int, str] = {}
+    for tower in towers:
+        blocks = model.get_submodule(tower.path)
+        for name, parameter in blocks.named_parameters(tower.path, remove_duplicate=False):
+            first = seen.setdefault(id(parameter), name)
+            if first != name and parameter.dim() > 1:
+                raise ConfigError(
+                    f"model: {first!r} and {name!r} are one matrix, and blocks that share layers cannot be quantized "
+                    "one after the other; quantize another tower (towers=), or untie them and pass the module"
+                )
 
 
 def _usual(model: Any, found: list[Tower]) -> list[Tower]:

@@ -31,13 +31,19 @@ def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield f"Made by Sparsebit {__version__}."
     yield ""
-    if config.get("model_type"):
-        yield "```python"
-        yield f"from transformers import {name}"
-        yield ""
-        yield f'model = {name}.from_pretrained("path/of/this/folder")'
-        yield "```"
-        yield ""
+    for row in report.readers:
+        if row.state == "failed":
+            yield f"> **Not certified.** {row}"
+            yield ""
+    first = next((row for row in report.readers if row.reader == "transformers"), None)
+    theirs = first is not None and first.state not in ("refused", "failed")
+    yield "```python"
+    yield f"from transformers import {name}" if theirs else "from sparsebit import llm"
+    yield ""
+    where = '"path/of/this/folder"'
+    yield f"model = {name}.from_pretrained({where})" if theirs else f"model = llm.load({where})"
+    yield "```"
+    yield ""
 
 
 def _sizes(report: Report) -> Iterator[str]:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparsebit.errors import ConfigError, ExportError
+from sparsebit.errors import ConfigError, ExportError, ReaderError
 from sparsebit.graph.feeding import as_call, first_of, signature_of
 from sparsebit.llm.checkpoint import load
+from sparsebit.llm.experts import Expert, as_linear
+from sparsebit.llm.linear import QuantLinear
 from sparsebit.llm.plan import Grids, choices, is_transformers, mixed, plan_of
 from sparsebit.llm.readers import READERS, Plan, Reader, Row, Verdict
+from sparsebit.llm.report import Report
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.walk import Job
 
@@ -35,7 +38,7 @@ class Certificate:
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that transformers runs, else the first that somebody runs."""
-        self.source, self.job = source, job
+        self.source, self.job, self.force = source, job, grids.force
         self.inputs: dict[str, Tensor] = {}
         tried = []
         for specs in choices(source, job.format, grids):
@@ -46,7 +49,13 @@ class Certificate:
                 tried = tried[-1:]
                 break
         specs, self.plan, self.verdicts = next((choice for choice in tried if somebody(choice[2])), tried[0])
+        if not specs:
+            raise ConfigError(
+                f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
+                "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
+            )
         check_verdicts(self.verdicts, grids.force)
+        warn_early(self.verdicts)
         job.specs.update(specs)
 
     def sampled(self, batches: Any) -> Any:
@@ -76,6 +85,19 @@ class Certificate:
                 self.verdicts[name] = reader.judge(self.plan)
         return certify(folder, self.plan, self.verdicts, self.inputs)
 
+    def check(self, report: Report) -> None:
+        """An error where a reader should run the folder and does not; `force` makes a warning of it."""
+        failed = [row for row in report.readers if row.state == "failed"]
+        for row in failed if self.force else ():
+            log.warning("%s", row)
+        if failed and not self.force:
+            raise ReaderError(
+                f"{report.folder}: {'; '.join(map(str, failed))}. The folder is kept, llm.load reads it, and its "
+                "README.md says who does not run it. Try another format, or bits and group_size of your own; "
+                "force=True (--force) accepts the folder as it is. Please report it with the name of the model",
+                report,
+            )
+
 
 def verdicts_on(plan: Plan) -> dict[str, Verdict]:
     """What each reader says."""
@@ -98,6 +120,20 @@ def check_verdicts(verdicts: Mapping[str, Verdict], force: bool) -> None:
     )
 
 
+def warn_early(verdicts: Mapping[str, Verdict]) -> None:
+    """Said before the long work: the reader that most people use will not run the checkpoint."""
+    reason = verdicts.get(FIRST, Verdict()).reason
+    if reason:
+        others = [name for name, verdict in verdicts.items() if not verdict.reason]
+        log.warning(
+            "%s %s will not run this checkpoint: %s; written for: %s",
+            FIRST,
+            READERS[FIRST]().version(),
+            reason,
+            ", ".join(others) or "llm.load",
+        )
+
+
 def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """Words that readers want in quantization_config."""
     return {k: v for verdict in verdicts.values() if not verdict.reason for k, v in verdict.settings.items()}
@@ -106,8 +142,9 @@ def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
 def certify(
     folder: Path, plan: Plan, verdicts: Mapping[str, Verdict], inputs: Mapping[str, Tensor]
 ) -> list[Row]:
-    """One row per reader. A reader that should run the folder and does not is a warning, too."""
-    rows, ours = [], None
+    """One row per reader."""
+    rows: list[Row] = []
+    ours: _Ours | None = None
     for name, verdict in verdicts.items():
         reader = READERS[name]()
         if verdict.reason:
@@ -121,11 +158,8 @@ def certify(
             if obstacle:
                 rows.append(Row(name, "fits", f"names and shapes fit; not run: {obstacle}", reader.version()))
                 continue
-            ours = _logits(folder, inputs) if ours is None else ours
+            ours = _Ours(folder, inputs) if ours is None else ours
             rows.append(_compared(reader, folder, inputs, ours))
-    for row in rows:
-        if row.state == "failed":
-            log.warning("%s", row)
     return rows
 
 
@@ -151,26 +185,65 @@ def _made_up(model: Any) -> dict[str, Tensor]:
     return both if config.is_encoder_decoder else {"input_ids": ids}
 
 
-def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: Tensor) -> Row:
+def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: _Ours) -> Row:
     name, version = reader.TYPE, reader.version()
     try:
         theirs = reader.logits(folder, inputs)
     except ExportError as error:
         return Row(name, "failed", f"failed: {error}", version)
-    if theirs.shape != ours.shape or not bool(torch.isfinite(theirs).all()):
+    if theirs.shape != ours.logits().shape or not bool(torch.isfinite(theirs).all()):
         return Row(name, "failed", f"failed: its logits are {tuple(theirs.shape)}, or not finite", version)
-    gap = float((theirs - ours).norm() / ours.norm().clamp(min=1e-30))
+    gap = ours.gap(theirs)
     if gap > NEAR:
         return Row(name, "failed", f"failed: its logits differ from those of llm.load by {gap:.1%}", version)
     same = "equal" if gap <= EQUAL else f"within {gap:.2%}"
     return Row(name, "runs", f"runs, logits {same}", version)
 
 
-@torch.no_grad()
-def _logits(folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
-    out = load(folder, dtype=torch.float32)(**inputs)
-    found: Tensor = out.logits if hasattr(out, "logits") else out[0]
-    return found.float()
+class _Ours:
+    """The logits of `llm.load`.
+
+    Readers that unpack a layer round its weights to the dtype of the scales. In a mixture of experts that may send a
+    token to another expert, which is no fault of theirs; so the same weights are rounded here, where it matters.
+    """
+
+    def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:
+        self.folder, self.inputs = folder, inputs
+        self.known: dict[str, Tensor] = {}
+
+    def gap(self, theirs: Tensor) -> float:
+        """Of the logits' size; the smallest of three ways to round."""
+        best = float("inf")
+        for rounded in ("", "experts", "all"):
+            ours = self.logits(rounded)
+            best = min(best, float((theirs - ours).norm() / ours.norm().clamp(min=1e-30)))
+            if best <= NEAR:
+                break
+        return best
+
+    @torch.no_grad()
+    def logits(self, rounded: str = "") -> Tensor:
+        """rounded: which packed layers get rounded weights: none, "experts" or "all"."""
+        if rounded not in self.known:
+            model = load(self.folder, dtype=torch.float32)
+            if rounded:
+                _round(model, experts_only=rounded == "experts")
+            out = model(**self.inputs)
+            found: Tensor = out.logits if hasattr(out, "logits") else out[0]
+            self.known[rounded] = found.float()
+            vars(model).pop(
+                "save_pretrained", None
+            )  # it knows the model, and a cycle would not be freed at once
+        return self.known[rounded]
+
+
+def _round(model: nn.Module, experts_only: bool) -> None:
+    """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
+    for name, layer in list(model.named_modules()):
+        owner, _, leaf = name.rpartition(".")
+        parent = model.get_submodule(owner)
+        if isinstance(layer, QuantLinear) and (isinstance(parent, Expert) or not experts_only):
+            setattr(parent, leaf, as_linear(layer.dequantize(layer.scales.dtype).float(), layer.bias))
 
 
 def _obstacle(plan: Plan, inputs: Mapping[str, Tensor]) -> str:

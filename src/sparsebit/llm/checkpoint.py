@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.llm.experts import turn, unfold
 from sparsebit.llm.formats import Format, format_of
-from sparsebit.llm.names import Names
-from sparsebit.llm.skeleton import skeleton, tie_weights
+from sparsebit.llm.names import Names, Plan
+from sparsebit.llm.saving import Origin, Saver
+from sparsebit.llm.skeleton import read_json, skeleton, tie_weights
 from sparsebit.llm.sources import read_tensors, tensor_files
 from sparsebit.numeric.spec import QuantSpec
 
@@ -33,8 +33,8 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
         raise ConfigError(
             f"{folder}: has no config.json; the run that writes it has not ended, call it again"
         )
-    config = json.loads(path.read_text())
-    settings = config.get("quantization_config")
+    config = read_json(path)
+    settings: Any = config.get("quantization_config")
     dense = config.get("sparsebit", {}).get("format") == "dense"
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
@@ -50,8 +50,16 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
         for key, spec in _specs(layout, settings, layers, names).items():
             _swap(model, (names.layer(key), key), files, layout, spec, dtype)
     packed = {f"{key}.{suffix}" for key in layers for suffix in (*layout.suffixes, "bias")}
-    _fill_floats(model, names, {k: v for k, v in files.items() if k not in packed | extra}, dtype)
+    plan = _fill_floats(model, names, {k: v for k, v in files.items() if k not in packed | extra}, dtype)
+    if settings and hasattr(model, "save_pretrained"):
+        called = {names.layer(key): key for key in layers}
+        origin = Origin(folder.resolve(), config, {**plan.renamed(), **_weights(called)}, called)
+        model.save_pretrained = Saver(model, origin)  # type: ignore[assignment]
     return model.eval()
+
+
+def _weights(layers: dict[str, str]) -> dict[str, str]:
+    return {f"{layer}.weight": f"{key}.weight" for layer, key in layers.items()}
 
 
 def _specs(layout: Format, settings: dict[str, Any], keys: list[str], names: Names) -> dict[str, QuantSpec]:
@@ -76,7 +84,7 @@ def _unfold(model: nn.Module, names: Names, keys: list[str]) -> None:
             turn(model.get_submodule(path))
 
 
-def _fill_floats(model: nn.Module, names: Names, files: dict[str, Path], dtype: torch.dtype | None) -> None:
+def _fill_floats(model: nn.Module, names: Names, files: dict[str, Path], dtype: torch.dtype | None) -> Plan:
     """Everything that is not packed, through transformers' names."""
     plan = names.plan(files, lambda key: dict(read_tensors(files, [key]))[key].shape)
     if plan.extra:
@@ -90,6 +98,7 @@ def _fill_floats(model: nn.Module, names: Names, files: dict[str, Path], dtype: 
             yield from names.convert(name, entry, [parts[key] for key in entry.keys]).items()
 
     fill(model, set(plan.made), tensors(), dtype)
+    return plan
 
 
 def _swap(

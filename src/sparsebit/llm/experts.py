@@ -92,7 +92,7 @@ def unfold(block: nn.Module, naming: Naming = own_parts) -> nn.Module:
                 if number not in owner._modules:
                     owner.add_module(number, Expert())
                 weight = stack[part.expert].detach()[part.rows[0] : part.rows[1]]
-                setattr(owner._modules[number], leaf, _linear(weight, None))
+                setattr(owner._modules[number], leaf, as_linear(weight, None))
                 layers[part.expert].append((owner._modules[number], leaf))
             setattr(owner, name, ExpertStack(layers))
             owner.config._experts_implementation = "eager"
@@ -103,10 +103,10 @@ def turn(owner: nn.Module) -> None:
     """In place: the Conv1D layers of a module become Linear layers."""
     for name, child in list(owner.named_children()):
         if is_conv1d(child):
-            setattr(owner, name, _linear(child.weight.detach().T, child.bias))  # type: ignore[operator, arg-type]
+            setattr(owner, name, as_linear(child.weight.detach().T, child.bias))  # type: ignore[operator, arg-type]
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer: Any = nn.Linear(1, 1, bias=False)
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
@@ -164,7 +164,8 @@ def fold_back(
             tensors[_dotted(name, "weight")] = tensors[_dotted(name, "weight")].T.contiguous()
         for leaf, stack in stacks_of(module):
             parts = naming(_dotted(name, leaf), stack.shape)
-            if any(_dotted(name, part.layer) in packed for part in parts):
+            whole = _dotted(name, leaf) in tensors
+            if whole or any(_dotted(name, part.layer) in packed for part in parts):
                 continue
             experts: list[list[Tensor]] = [[] for _ in range(len(stack))]
             for part in parts:

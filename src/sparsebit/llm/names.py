@@ -38,6 +38,10 @@ class Plan:
     made: dict[str, str]  # tensor of the model -> its entry
     extra: list[str]  # keys of the files that the model has no place for
 
+    def renamed(self) -> dict[str, str]:
+        """Tensors of the model that the files have as they are, and their keys there."""
+        return {name: entry.keys[0] for name, entry in self.entries.items() if entry.how is None}
+
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
         """The keys that these tensors of the model are made from."""
         entries = dict.fromkeys(self.made[name] for name in tensors if name in self.made)

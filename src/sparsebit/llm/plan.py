@@ -124,9 +124,15 @@ def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dic
     if source.extra:
         config["sparsebit"]["extra"] = list(source.extra)
     if config.get("model_type"):
-        config["architectures"] = [type(model).__name__]
+        config["architectures"] = [_class_name(model, config.get("architectures") or [])]
     found: dict[str, Any] = json.loads(json.dumps(config, default=str))
     return found
+
+
+def _class_name(model: nn.Module, named: list[str]) -> str:
+    """As the source spells it, where only the spelling differs."""
+    own = type(model).__name__
+    return named[0] if named and named[0].lower() == own.lower() else own
 
 
 def reorders(job: Job) -> bool:

@@ -58,7 +58,7 @@ class Report:
         return sorted(known, key=lambda name: -self.layers[name]["error"])[:n]
 
     def _mean(self, key: str) -> float:
-        return sum(self.sizes[n] * a[key] for n, a in self.layers.items()) / sum(self.sizes.values())
+        return sum(self.sizes[n] * a[key] for n, a in self.layers.items()) / max(sum(self.sizes.values()), 1)
 
     def __str__(self) -> str:
         how = f"at {self.average_bits:.2f} bits ({self.stored_bits:.2f} with scales)"

@@ -210,6 +210,7 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
     write_card(report, store.state["run"], certificate.plan.config)
     if report.warning:
         log.warning("%s", report.warning, extra={"at_end": True})
+    certificate.check(report)
     return report
 
 

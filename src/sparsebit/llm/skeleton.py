@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
         raise ConfigError(
             "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
         )
+    check_transformers()
     from transformers import AutoConfig
 
     try:
@@ -40,6 +42,28 @@ def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     return model
 
 
+def check_transformers() -> None:
+    """One package that cannot be imported, such as torchvision, stops all of transformers, under another name."""
+    import transformers
+
+    try:
+        transformers.PreTrainedModel  # noqa: B018 (it is imported when it is looked for)
+    except ImportError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"{type(cause).__name__}: {first_line(cause)}"
+        hint = "repair the package that this names"
+        if "torchvision" in what:
+            hint = (
+                f"install the torchvision that belongs to torch {torch.__version__}, or uninstall it: "
+                "models of text do not need it"
+            )
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot be imported: {what}; {hint}"
+        ) from error
+
+
 def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     """The class that `architectures` names; where nothing is named, the language model of this config."""
     import transformers
@@ -47,7 +71,10 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     if not names:
         return transformers.AutoModelForCausalLM._model_mapping[type(settings)]
     found = getattr(transformers, names[0], None)
-    if not isinstance(found, type):
+    if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
+        usual: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
+        found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
+    if found is None:
         raise ConfigError(
             f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
             "does not have; models with code of their own are loaded by you and passed as a module"
@@ -56,12 +83,39 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return read_json(folder / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint that holds one JSON object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {first_line(error)}; copy or download it again"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds no JSON object; copy or download it again")
     return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def make_up(model: Any, names: list[str]) -> list[str]:
+    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; says which."""
+    patterns = [
+        pattern
+        for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
+        for pattern in getattr(model, kind, None) or ()
+    ]
+    found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in found):
+        module = model.get_submodule(owner).to_empty(device="cpu")
+        with torch.no_grad():
+            model._init_weights(module)
+    return found
 
 
 def tie_weights(model: Any, there: set[str] | None = None) -> None:

@@ -5,8 +5,8 @@ Either way the caller gets blocks of its own; the user's model is never written 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from sparsebit.errors import ConfigError
 from sparsebit.llm.blocks import find_blocks
 from sparsebit.llm.experts import Naming, unfold
 from sparsebit.llm.names import Names
-from sparsebit.llm.skeleton import read_config, skeleton, tie_weights
+from sparsebit.llm.skeleton import first_line, make_up, read_config, read_json, skeleton, tie_weights
 
 
 class InMemory:
@@ -90,13 +90,13 @@ class OnDisk(InMemory):
         self.files = tensor_files(folder)
         super().__init__(skeleton(folder).eval(), blocks, towers)
         self.plan = self.names.plan(self.files, self._shape)
-        self.names.known = {n: e.keys[0] for n, e in self.plan.entries.items() if e.how is None}
+        self.names.known = self.plan.renamed()
         self.extra = tuple(self.plan.extra)
         self.dtypes = _dtypes(self.model)
-        self._complain()
+        self.made_up = set(self._complain())
         rest = [name for name in self.names.state if not self.layout.inside(name)]
         self.model.load_state_dict(self._read(rest), strict=False, assign=True)
-        tie_weights(self.model, set(self.plan.made))
+        tie_weights(self.model, set(self.plan.made) | self.made_up)
 
     def block(self, index: int) -> nn.Module:
         block, prefix = copy.deepcopy(self.blocks[index]), self.layout.prefix(index)
@@ -105,10 +105,8 @@ class OnDisk(InMemory):
         return unfold(block.eval().requires_grad_(False), self.naming(index))
 
     def first_rows(self) -> Iterator[Tensor]:
-        from safetensors import safe_open
-
         for key in self.plan.keys_of(name for name in self.names.state if self.layout.inside(name)):
-            with safe_open(str(self.files[key]), framework="pt") as file:
+            with opened(self.files[key]) as file:
                 part = file.get_slice(key)
                 if len(part.get_shape()) > 1:
                     yield part[:1].flatten(0, -2)[:1]
@@ -116,23 +114,27 @@ class OnDisk(InMemory):
     def extras(self) -> dict[str, Tensor]:
         return dict(read_tensors(self.files, self.extra))
 
-    def _complain(self) -> None:
-        """Every tensor of the model has to come from the files, before anything else is done."""
+    def _complain(self) -> list[str]:
+        """Every tensor of the model has to come from the files, before anything else is done.
+
+        Those that the class computes are made here, and named.
+        """
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         there = set(self.plan.made)
         there |= {name for pair in tied.items() if there & set(pair) for name in pair}
         there |= {a for a, b in tied.items() if b in there}
         missing = [name for name in self.names.state if name not in there]
+        made = make_up(self.model, [name for name in missing if not self.layout.inside(name)])
+        missing = [name for name in missing if name not in made]
         if missing:
             raise ConfigError(
                 f"{self.folder}: {len(missing)} tensors of {type(self.model).__name__} are not in its files, such as "
                 f"{missing[0]!r}; load it with transformers and pass the model instead of the folder"
             )
+        return made
 
     def _shape(self, key: str) -> list[int]:
-        from safetensors import safe_open
-
-        with safe_open(str(self.files[key]), framework="pt") as file:
+        with opened(self.files[key]) as file:
             found: list[int] = file.get_slice(key).get_shape()
         return found
 
@@ -172,29 +174,41 @@ def open_source(model: Any, blocks: str | None = None, towers: str | Sequence[st
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds which tensor."""
-    from safetensors import safe_open
-
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {k: folder / v for k, v in json.loads(index.read_text())["weight_map"].items()}
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict):
+            raise ConfigError(f"{index}: has no weight_map; copy or download it again")
+        return {key: folder / name for key, name in where.items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
+        with opened(path) as file:
             found.update(dict.fromkeys(file.keys(), path))
     if not found:
         raise ConfigError(f"{folder}: holds no safetensors; save the model with save_pretrained() first")
     return found
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; one that is missing, cut short or not what the index says is named."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, FileNotFoundError) as error:
+        what = "is missing" if not path.exists() else f"cannot be read: {first_line(error)}"
+        raise ConfigError(f"{path}: {what}; copy or download the file again") from error
+
+
 def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """The named tensors, file by file."""
-    from safetensors import safe_open
-
     where: dict[Path, list[str]] = {}
     for name in names:
         where.setdefault(files[name], []).append(name)
     for path in sorted(where):
-        with safe_open(str(path), framework="pt") as file:
+        with opened(path) as file:
             for name in where[path]:
                 yield name, file.get_tensor(name)
 

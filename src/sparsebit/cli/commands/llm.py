@@ -12,8 +12,9 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.llm_options import keywords_of, with_table
-from sparsebit.cli.output import InputError, Interrupted, show
+from sparsebit.cli.output import InputError, Interrupted, show, show_error
 from sparsebit.cli.progress import start, status
+from sparsebit.errors import ReaderError
 
 llm = typer.Typer(no_args_is_help=True, help="Quantize, measure and try language models.")
 app.add_typer(
@@ -69,6 +70,10 @@ def quantize(
         report = library.quantize(source, batches, save=output, **keywords)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; finished blocks are kept. Go on with:\n  {again()}") from None
+    except ReaderError as error:
+        show({"ok": False, "folder": str(output), "error": str(error)}, str(error.report), json)
+        show_error(str(error))
+        raise typer.Exit(1) from None
     facts = {"average_bits": report.average_bits, "stored_bits": report.stored_bits, "layers": report.layers}
     facts["measured"] = report.measured.facts() if report.measured else None
     facts |= {"warning": report.warning, "readers": [row.facts() for row in report.readers]}

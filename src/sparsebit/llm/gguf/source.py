@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from sparsebit.errors import ExportError
+from sparsebit.llm.skeleton import check_transformers
+from sparsebit.llm.sources import opened, tensor_files
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def open_model(model: Any) -> Source:
         told = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ExportError(f"{path}: is no JSON: {error}") from None
+    check_transformers()
     from transformers import AutoConfig
 
     if not told.get("model_type"):
@@ -85,6 +88,9 @@ def _load(folder: Path, packed: bool) -> nn.Module:
     if packed:
         found: nn.Module = load(folder)
         return found
+    for path in sorted(set(tensor_files(folder).values())):
+        with opened(path):  # a file that is corrupt is named
+            pass
     from transformers import AutoModelForCausalLM
 
     read: Any = AutoModelForCausalLM.from_pretrained

@@ -48,8 +48,9 @@ def prepare():
     return torch, transformers
 
 
-def class_of(transformers, name):
-    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM
+def class_of(transformers, name, config):
+    """The class of that name; where only the spelling differs, the language model of the config."""
+    return getattr(transformers, name, None) or transformers.AutoModelForCausalLM._model_mapping[type(config)]
 
 
 def probe(torch, transformers, ask):
@@ -60,7 +61,7 @@ def probe(torch, transformers, ask):
         for name, (shape, kind) in ask["tensors"].items()
     }
     with still_packed():
-        _, info = class_of(transformers, ask["architecture"]).from_pretrained(
+        _, info = class_of(transformers, ask["architecture"], config).from_pretrained(
             None,
             config=config,
             state_dict=state,
@@ -91,13 +92,15 @@ def still_packed():
 def run(torch, transformers, ask):
     from safetensors.torch import load_file, save_file
 
-    model, info = class_of(transformers, ask["architecture"]).from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(ask["folder"])
+    model, info = class_of(transformers, ask["architecture"], config).from_pretrained(
         ask["folder"], dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
     )
     found = listed(info)
     found["unexpected_keys"] = [key for key in found["unexpected_keys"] if key not in ask["extra"]]
     if any(found.values()):
         return {"info": found}
+    torch.nn.Module.float(model)  # experts that were unpacked are in the dtype of their scales
     inputs = load_file(ask["inputs"])
     with torch.no_grad():
         out = model.eval()(**inputs)

@@ -2,7 +2,7 @@
 
 Facts about its versions 5.x with compressed-tensors 0.15 to 0.20, each of which has a test:
 - Packed layers have no `weight` while a model is built. Classes that look at it then (Mamba, GPT-BigCode, RWKV, T5)
-  load with `dequantize`, which unpacks all layers by the scheme of the first config group.
+  load with `dequantize`, which unpacks all layers by the scheme of the first config group; since 5.23.
 - Packed zero points do not fit into the package's own layers; with `dequantize` they do.
 - Stacked experts are always unpacked: without zero points, and all by one scheme.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class Transformers(Reader):
             return Verdict(reason)
         settings = {"dequantize": True}
         again = probe(plan.with_settings(settings))
-        return Verdict(again, settings) if again else Verdict(settings=settings)
+        return Verdict(f"{again}{_later(self.version())}") if again else Verdict(settings=settings)
 
     def logits(self, folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
         from safetensors.torch import load_file, save_file
@@ -132,6 +133,12 @@ def _refusal(plan: Plan) -> str:
     return ""
 
 
+def _later(version: str) -> str:
+    """Older versions unpack after loading, when a class has looked for its weights already."""
+    numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+    return " (5.23 and later unpack layers while they load)" if numbers < [5, 23] else ""
+
+
 def _one_scheme(plan: Plan) -> bool:
     return len(plan.kinds) == 1
 
@@ -149,7 +156,8 @@ def _only_rounded(entry: list[Any], rows: Mapping[str, Packed]) -> bool:
 def _reason(answer: dict[str, Any]) -> str:
     """An error, or tensors that did not find their place, in a few words."""
     if "error" in answer:
-        return str(answer["error"]).splitlines()[0][:200]
+        text = str(answer["error"]).splitlines()[0][:200]
+        return "its tensors could not be converted while loading" if "automatic conversion" in text else text
     words = {
         "missing_keys": "would get random values, such as {}",
         "unexpected_keys": "of the files have no place, such as {}",

@@ -51,13 +51,12 @@ class Vllm(Reader):
         return "those of 0.12; not run"
 
     def judge(self, plan: Plan) -> Verdict:
-        reason = next(_refusals(plan), "")
-        if not reason and plan.architecture not in CLASSES:
-            return Verdict(unknown=f"{plan.architecture} is not in the table of its classes")
-        return Verdict(reason)
+        return Verdict(next(_refusals(plan), ""))
 
 
 def _refusals(plan: Plan) -> Iterator[str]:
+    if plan.architecture not in CLASSES:
+        yield f"{plan.architecture} is not in the table of its classes"
     if plan.format == "turned":
         yield "it has no Conv1D layers in packed form"
     bits = BITS.get(plan.format)
