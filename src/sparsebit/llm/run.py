@@ -28,7 +28,7 @@ from sparsebit.llm.relay import Ends, Relay
 from sparsebit.llm.report import Report
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
-from sparsebit.llm.sources import InMemory, open_source
+from sparsebit.llm.sources import InMemory, open_source, tied_names
 from sparsebit.llm.spill import spilling
 from sparsebit.llm.store import Store
 from sparsebit.llm.walk import Job, walk
@@ -267,9 +267,10 @@ def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) 
 
 
 def float_bytes(source: InMemory) -> int:
-    """The size of the model as it came."""
-    state = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in source.names.state.items()}
-    return sum(t.numel() * t.element_size() for t in source.names.to_files(state).values())
+    """The size of the model as it came; tied weights are there once."""
+    model = getattr(source, "inner", source).model  # a rotated model has no tied weights
+    tied = tied_names(model)
+    return sum(t.numel() * t.element_size() for n, t in source.names.state.items() if n not in tied)
 
 
 def _scale_dtype(model: nn.Module) -> torch.dtype:

@@ -6,6 +6,7 @@ The error of a layer is noted as the share of its output's energy, so its SQNR i
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from sparsebit.report.facts import HURT_MOST, Facts, Layer
 from sparsebit.report.figures import decibel, size
 
 PERPLEXITY = "Perplexity"
+SAID = re.compile(r"^(runs|fits its rules|refused|failed)[,: ]*")  # what the state says already
 STATES = {
     "runs": "runs",
     "fits": "fits its rules",
@@ -61,7 +63,7 @@ def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, s
     yield "Checkpoint", sizes, f"{grown}{len(files)} files, {about['run']['format']}"
     for row in about.get("readers", ()):
         name = f"{row['reader']} {row['version']}".strip()
-        yield name, STATES.get(row["state"], row["state"]), row["text"]
+        yield name, STATES.get(row["state"], row["state"]), SAID.sub("", row["text"])
     widths = Counter(row["bits"] for row in about["layers"].values())
     text = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items()))
     yield "Layers", str(sum(widths.values())), text

@@ -82,6 +82,7 @@ th[aria-sort=descending] button::after { content: " \\2193"; }
 .good { color: var(--good); font-weight: 600; }
 .bad, .tile.failed dd { color: var(--bad); font-weight: 600; }
 .tile.failed { border-color: var(--bad); }
+.warning { margin-top: 12px; }
 footer { margin-top: 40px; }
 """
 
