@@ -55,7 +55,7 @@ def quantize(
     from sparsebit.quantization import QuantModel
 
     example, batches = first_of(batches)
-    how = {} if trace is None else {"trace": trace}
+    how: dict[str, Any] = {} if trace is None else {"trace": trace}
     qmodel = QuantModel(model, config, example=example, **how)
     qmodel.calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
@@ -70,7 +70,7 @@ def preflight(model: Any, example: Any, config: Any = None, *, trace: str | None
     """
     from sparsebit.quantization import QuantModel
 
-    how = {} if trace is None else {"trace": trace}
+    how: dict[str, Any] = {} if trace is None else {"trace": trace}
     return QuantModel(model, config, example=example, **how).preflight(example)
 
 

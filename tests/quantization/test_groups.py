@@ -135,11 +135,7 @@ def test_save_load_and_training(tmp_path, quantizer):
 @pytest.mark.parametrize("tokens", [False, True])
 def test_exports_with_the_models_codes(tmp_path, bits, opset, kind, weight_only, tokens):
     pytest.importorskip("onnxruntime"), pytest.importorskip("onnxscript")
-    off = (
-        {"BACKEND": "virtual", "A": {"QUANTIZER": {"DISABLE": True}}}
-        if weight_only
-        else {"BACKEND": "virtual"}
-    )
+    off = {"A": {"QUANTIZER": {"DISABLE": True}}} if weight_only else {}
     qmodel = build(
         GROUP * 2, bits, {"QSCHEME": f"per-channel-{kind}", "SPECIFIC": [{"last": ["GROUP", 8]}]}, **off
     )

@@ -22,6 +22,7 @@ NO_DATA = {"scale": torch.ones(1), "zero_point": torch.zeros(1), **INFINITE}
 def config(w="uniform", a="uniform", bit=8, a_scheme="per-tensor-affine", **sections):
     return parse_qconfig(
         {
+            "BACKEND": "virtual",
             **sections,
             "W": {"QSCHEME": "per-channel-symmetric", "QUANTIZER": {"TYPE": w, "BIT": bit}},
             "A": {"QSCHEME": a_scheme, "QUANTIZER": {"TYPE": a, "BIT": bit}},

@@ -202,7 +202,7 @@ def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -
         return None
     with status(f"measuring {name}"):
         values = [_value(spec, model, batches) for model in (net, small)]
-    if None in values:
+    if values[0] is None or values[1] is None:
         return None
     if spec is None:
         _doubt(values[0], _classes(net, batches[0]), samples)

@@ -43,7 +43,7 @@ class Picklable:
 
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
     """The graph as plain values, and the state of the module."""
-    as_ref = lambda value: fx.node.map_arg(value, lambda node: _Ref(node.name))
+    as_ref = lambda value: fx.node.map_aggregate(value, _without_node)
     nodes = [
         {
             "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
@@ -53,6 +53,10 @@ def to_data(gm: fx.GraphModule) -> dict[str, Any]:
     ]
     state = {key: value for key, value in vars(gm).items() if key not in OF_CODE}
     return {"name": type(gm).__name__, "nodes": nodes, "codegen": gm.graph._codegen, "state": state}
+
+
+def _without_node(value: Any) -> Any:
+    return _Ref(value.name) if isinstance(value, fx.Node) else value
 
 
 def from_data(data: dict[str, Any]) -> fx.GraphModule:

@@ -17,11 +17,11 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from sparsebit.config import Config, PluginConfig, did_you_mean
 from sparsebit.config.messages import STARTS_WITH_KEY, show
 from sparsebit.config.specific import Overrides, flat, resolve, unmatched, variants
+from sparsebit.config.start_observer import is_quantizer_type, with_start
 from sparsebit.config.values import is_text, literal
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
-from sparsebit.quantization.start_observer import is_quantizer_type, with_start
 from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
 

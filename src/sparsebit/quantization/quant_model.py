@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +13,12 @@ from torch import fx, nn
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.draw import to_mermaid
-from sparsebit.graph.feeding import ANYTHING, Call, as_call, signature_of
+from sparsebit.graph.feeding import Call, as_call, signature_of
 from sparsebit.graph.inputs import with_unread
 from sparsebit.graph.islands import Island
 from sparsebit.graph.passes import GraphPass, PassReport, run_passes
 from sparsebit.graph.pickling import Picklable
+from sparsebit.graph.signature import show_signature
 from sparsebit.quantization import qat
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
@@ -85,7 +84,7 @@ class QuantModel(nn.Module):
         self._run_fuse_operations()
         self._watch_graph()
         self._waiting = waiting_for_batch(model, self.model, self._options)
-        self._show_signature()
+        show_signature(self, self.model.meta.get("signature"))
         self.float_ops = self._context.float_ops
         self.training = self.model.training
         self.calibration_runner: CalibrationRunner | None = None  # while a calibration is under way
@@ -139,20 +138,6 @@ class QuantModel(nn.Module):
         finally:
             running.clear()
 
-    def _show_signature(self) -> None:
-        """`inspect.signature(qmodel.forward)` is the user's: Trainer of transformers keeps the columns it names."""
-        own = inspect.signature(type(self).forward).parameters.values()
-        known: inspect.Signature | None = self.model.meta.get("signature")
-        if known is None or len(own) != 3 or any(p.kind not in ANYTHING for p in list(own)[1:]):
-            return  # a subclass has a forward of its own
-        first, *_ = own
-
-        def forward(self: QuantModel, *args: Any, **kwargs: Any) -> Any:
-            return type(self).forward(self, *args, **kwargs)
-
-        forward.__signature__ = known.replace(parameters=[first, *known.parameters.values()])  # type: ignore[attr-defined]
-        self.__dict__["forward"] = MethodType(forward, self)
-
     def _decide_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first batch of a model without an example: if it does not fit the graph, trace the model again."""
         waiting, self._waiting = self._waiting, None
@@ -168,7 +153,7 @@ class QuantModel(nn.Module):
         fresh.model.train(self.training)
         self.model, self.pass_reports, self.float_ops = fresh.model, fresh.pass_reports, fresh.float_ops
         self._watch_graph()
-        self._show_signature()
+        show_signature(self, self.model.meta.get("signature"))
         if self.calibration_runner is not None:
             self.prepare_calibration(asym=self.calibration_runner.store is not None)
 
@@ -319,7 +304,7 @@ class QuantModel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._show_signature()
+        show_signature(self, self.model.meta.get("signature"))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A state dict of the original gets our names first."""

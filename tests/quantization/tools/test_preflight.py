@@ -79,7 +79,7 @@ def test_every_op_says_what_happens_to_it():
 
 def test_a_folded_norm_says_where_it_is():
     report = preflight(QuantModel(small_net(), "w8a8"))
-    assert {"absorbed: into conv1", "absorbed: into layer1_1_conv2"} <= set(states(report).values())
+    assert {"absorbed: into conv1", "absorbed: into layer1.1.conv2"} <= set(states(report).values())
     assert sum(row.op == "BatchNorm" for row in report.rows) == 5
     kept = preflight(QuantModel(small_net(), {"BACKEND": "virtual", "SCHEDULE": {"FUSE_BN": False}}))
     assert states(kept)["bn1"].startswith("float: ")

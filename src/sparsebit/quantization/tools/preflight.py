@@ -136,7 +136,10 @@ def _folded(gm: fx.GraphModule) -> list[Row]:
     """BatchNorms that are part of a convolution now."""
     names = (name for name, value in vars(gm).items() if isinstance(value, nn.Module))  # aliases of fuse_bn
     folded = gm.meta.get("folded") or {name: name.removesuffix("_bn") for name in names}
-    row = lambda path, to: Row(path.replace(".", "_"), path, "BatchNorm", "absorbed", f"into {to}")
+    paths = {n.name: str(n.meta.get("path") or n.name) for n in gm.graph.nodes}
+    row = lambda path, to: Row(
+        path.replace(".", "_"), path, "BatchNorm", "absorbed", f"into {paths.get(to, to)}"
+    )
     return [row(path, to) for path, to in folded.items()]
 
 

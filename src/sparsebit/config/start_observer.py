@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparsebit.config import Config
+from sparsebit.config.base import Config
 from sparsebit.registry import plain_name
 
 
