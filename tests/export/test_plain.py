@@ -337,10 +337,6 @@ BAD = {
         lambda: torch.jit.script(nn.Linear(4, 2)),
         "that is not scripted, got RecursiveScriptModule",
     ),
-    "bfloat16": (
-        lambda: nn.Linear(4, 2).bfloat16(),
-        r"weight: is bfloat16.*\n  fix: export a copy in float32",
-    ),
     "a number": (lambda: Calls(lambda x: {"y": x, "n": 3}), r"its output\['n'\] is 3, but a file gives only"),
     "random numbers": (lambda: Calls(lambda x: x + torch.rand(6)), "answers the same input differently"),
     "nothing": (lambda: Calls(lambda x: x[:0]), "no finite value for it, so there is nothing to compare"),
@@ -356,6 +352,13 @@ def test_bad_models(what, tmp_path, capfd):
     with pytest.raises(ExportError, match=message):
         export_module(make(), torch.randn(4, 4), tmp_path / "m.onnx")
     assert not list(tmp_path.iterdir()) and not capfd.readouterr().err
+
+
+def test_bfloat16_is_written_in_float32_and_the_report_says_so(tmp_path):
+    model = nn.Linear(4, 2).bfloat16()
+    report = export_module(model, torch.randn(4, 4), tmp_path / "m.onnx")
+    assert report.ok and any("bfloat16" in note for note in report.notes)
+    assert model.weight.dtype is torch.bfloat16
 
 
 def test_a_batch_of_another_size_says_what_to_do(tmp_path):

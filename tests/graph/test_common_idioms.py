@@ -175,11 +175,12 @@ def test_what_the_model_decides_is_traced(run):
 def test_everything_is_as_it_was_after_a_trace(caplog):
     getitem = torch.Tensor.__getitem__
     trace(Base(numbers), LeafTracer(), ((ROWS,), {}))
-    trace(Base(lambda m, x: m.fc(x) + sum(x)), LeafTracer(), ((ROWS,), {}))
+    island = trace(Base(lambda m, x: m.fc(x) + sum(x)), LeafTracer(), ((ROWS,), {}))
+    assert island.meta["islands"]
     assert "int" not in globals() and "float" not in globals()
     assert torch.Tensor.__getitem__ is getitem and torch.Tensor.expand is torch._C.TensorBase.expand
     assert isinstance(torch.finfo, type) and nn.Module.__call__ is fx._symbolic_trace._orig_module_call
-    assert [r.name for r in caplog.records] == ["sparsebit"]  # the island, and nothing from torch
+    assert not caplog.records  # whoever traces tells of islands; torch says nothing
 
 
 def test_an_island_before_a_shape_keeps_its_state():

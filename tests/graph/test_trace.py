@@ -601,3 +601,20 @@ def test_a_decorated_forward_needs_no_example(net):
     gm = trace(model, LeafTracer())
     assert gm.meta["islands"] == {}
     assert_same(gm(X), model(X))
+
+
+def test_tracing_leaves_tensors_what_they_were():
+    """A class that once had `__getitem__` replaced counts as a sequence for ever: this list failed afterwards."""
+
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(1, 8, 4))
+
+        def forward(self, x):
+            return x + self.table[:, : x.shape[1]]
+
+    gm = trace(Sliced(), LeafTracer())
+    assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+    x = torch.randn(2, 5, 4)
+    assert torch.equal(gm(x), x + gm.table[:, :5])

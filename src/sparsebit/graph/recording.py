@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from sparsebit.graph.branches import users_frame
@@ -25,8 +26,8 @@ FUNCTIONS = (
     # these look at their arguments first, and take no Flag (dropouts.py)
     *("alpha_dropout", "dropout", "feature_alpha_dropout"),
 )
-# self.pe[:, :x.shape[1]]: these look at their arguments before they ask who they are; the others of Tensor ask first
-METHODS = ("__getitem__", "expand", "new_empty", "new_ones", "new_zeros")
+# these look at their arguments before they ask who they are; the others of Tensor ask first
+METHODS = ("expand", "new_empty", "new_ones", "new_zeros")
 ONE = threading.RLock()  # torch is one for all threads
 
 
@@ -57,13 +58,33 @@ def _prepared(tracer: fx.Tracer, namespaces: list[dict[str, Any]]) -> Iterator[N
     for namespace in namespaces:
         namespace.update(NUMBERS)
     try:
-        with packing(tracer), untouched_imports(undo, redo):
+        with packing(tracer), untouched_imports(undo, redo), _Indexing(tracer):
             yield
     finally:
         undo()
         for namespace in namespaces:
             for name in NUMBERS:
                 del namespace[name]
+
+
+class _Indexing(TorchFunctionMode):
+    """`self.pe[:, :x.shape[1]]`: a tensor is indexed with a proxy.
+
+    Tensor.__getitem__ must not be replaced, not even for a moment: a class that once had one in Python counts as a
+    sequence from then on, and `torch.tensor([torch.tensor(1)])` asks its items for their length.
+    """
+
+    def __init__(self, tracer: fx.Tracer):
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__ and isinstance(args[0], Tensor) and has_proxy((args, kwargs)):
+            return self.tracer.create_proxy("call_method", "__getitem__", args, kwargs)
+        return func(*args, **kwargs)
 
 
 def _set(values: list[tuple[Any, str, Any]]) -> None:
