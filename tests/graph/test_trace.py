@@ -618,3 +618,14 @@ def test_tracing_leaves_tensors_what_they_were():
     assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
     x = torch.randn(2, 5, 4)
     assert torch.equal(gm(x), x + gm.table[:, :5])
+
+
+def test_islands_of_one_reason_are_one_line(caplog):
+    from sparsebit.graph.islands import Island, warn_of
+
+    line = "net.py:3: return " + "x + " * 40 + "x"
+    found = {f"layers.{i}": Island(f"layers.{i}", "TraceError: control flow", line) for i in range(49)}
+    warn_of({**found, "head": Island("head", "TypeError: other", "")})
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "layers.0, layers.1 and 47 more: TraceError" in first and len(first) < 250
+    assert second.endswith("head: TypeError: other")
