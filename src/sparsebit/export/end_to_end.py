@@ -117,6 +117,8 @@ class OutputNoise:
             return f"{self.labels_differ} of {self.labels} values differ"
         if self.labels:
             labels = f", {self.labels_differ} of {self.labels} labels differ (classes on axis {self.axis})"
+        if self.noise_db == float("-inf"):
+            return f"exact{labels}"
         return f"{self.noise_db:.1f} dB, largest difference {self.largest:.2g}{labels}"
 
 
