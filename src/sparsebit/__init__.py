@@ -47,7 +47,7 @@ def quantize(
     batches   tensors, tuples of arguments, dicts of keyword arguments, or a DataLoader of (x, y).
     config    a YAML path, a mapping, a QuantConfig or a preset name; None is a W8A8 that suits onnxruntime. A mapping
               without BACKEND changes that preset.
-    trace     "fx" or "export": how the graph is found, see QuantModel; None: its default.
+    trace     "fx", "export" or "auto": how the graph is found, see QuantModel; None: its default.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
     progress  show a progress bar; None: only on a terminal.
     """

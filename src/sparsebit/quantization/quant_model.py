@@ -57,7 +57,8 @@ class QuantModel(nn.Module):
     example  one batch, in any form that calibrate() takes: it shows which optional inputs are used and proves the
              traced graph. Without one, the first forward shows it; until then optional inputs keep their defaults.
     trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
-             (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace).
+             (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace), or "auto": the
+             first, and the second where the first leaves weights in parts that it cannot trace.
     passes   your own graph passes, run after the built-in ones.
     check    example arguments; if given, every pass must keep the float output, and the guilty one is named.
     """
