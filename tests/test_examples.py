@@ -47,7 +47,7 @@ def test_ptq_imagenet(example):
 def test_ptq_deit(example, capsys):
     results = example(f"{PTQ}/imagenet1k/deit/main.py")["main"](["--samples", "96", "--epochs", "1"])
     assert results["quantized dB"] > 20
-    assert "blocks_0_attn_qkv" in capsys.readouterr().out  # the profile
+    assert "blocks.0.attn.qkv" in capsys.readouterr().out  # the profile
 
 
 def test_ptq_yolo(example):

@@ -23,7 +23,7 @@ def test_a_run_is_what_the_library_makes(runs):
     x = torch.randn(5, 3, 8, 8)
     assert torch.equal(loaded(x), expected(x))
     steps = json.loads((runs / "q/run.json").read_text())["steps"]
-    assert list(steps) == ["quantize", "export", "latency"] and steps["quantize"]["samples"] == 12
+    assert list(steps) == ["quantize", "export", "sqnr", "latency"] and steps["quantize"]["samples"] == 12
     assert {p.name for p in (runs / "q").iterdir()} == {
         "run.json", "log.txt", "qconfig.yaml", "model.safetensors", "layers.json", "model.onnx",
         "model.report.json", "report.html", "histograms.json", "graph.json",

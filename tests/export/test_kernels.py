@@ -95,7 +95,6 @@ SMOOTH = {  # module, its op in the file, its name in the reason
     "hardswish": (nn.Hardswish(), "HardSwish", "HardSwish"),
     "hardsigmoid": (nn.Hardsigmoid(), "HardSigmoid", "HardSigmoid"),
     "tanh": (nn.Tanh(), "Tanh", "Tanh"),
-    "silu": (nn.SiLU(), "Sigmoid", "SiLU"),
     "gelu": (nn.GELU(), "Erf", "GELU"),
 }
 
@@ -105,7 +104,7 @@ def test_a_convolution_in_front_of_a_float_activation_is_integer(tmp_path):
     net = Between(**{name: module for name, (module, _, _) in SMOOTH.items()})
     _, report = certified(net, [torch.randn(2, 3, 8, 8) * 2 for _ in range(3)], tmp_path)
     assert report.integer["QLinearConv"] == len(SMOOTH)
-    kernels = {"HardSigmoid": 2, "Mul": 1, "Tanh": 1, "QuickGelu": 1, "Gelu": 1}  # HardSwish is two of them
+    kernels = {"HardSigmoid": 2, "Mul": 1, "Tanh": 1, "Gelu": 1}  # HardSwish is two of them
     assert report.floating == kernels | {"Conv": len(SMOOTH)}  # the last of each: their output is the model's
     for name, (_, op, reason) in SMOOTH.items():
         assert report.why_float[f"ops.{name} ({op})"] == f"onnxruntime has no integer kernel for {reason}"

@@ -395,10 +395,10 @@ WRONG: dict[str, tuple[Change, str]] = {  # what is changed, and what the first 
     ),
     "weights as uint8": (
         both(
-            edit("bins.weight_quantizer/codes", lambda w: w.view(np.uint8)),
-            edit("bins.weight_quantizer/zero_point", lambda z: z.view(np.uint8)),
+            edit("left.weight_quantizer/codes", lambda w: w.view(np.uint8)),
+            edit("left.weight_quantizer/zero_point", lambda z: z.view(np.uint8)),
         ),
-        "bins.weight_quantizer",
+        "left.weight_quantizer",
     ),
     "weights of two layers swapped": (
         swap_constants("left.weight_quantizer/codes", "right.weight_quantizer/codes"),

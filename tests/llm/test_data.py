@@ -69,7 +69,7 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed (pip install sparsebit[llm])", allow_module_level=True)
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "zoo")]
 __import__("zoo_shim").install()
-from architectures import ARCHITECTURES, batch_of  # noqa: E402
+from tiny_transformers import ARCHITECTURES, batch_of  # noqa: E402
 
 LLAMA, T5, LLAVA = "LlamaForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration"
 

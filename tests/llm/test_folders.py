@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, SEQ2SEQ, SIZES, batch_of, forced, translated, words
+from tiny_transformers import ARCHITECTURES, SEQ2SEQ, SIZES, batch_of, forced, translated, words
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, SparsebitError

@@ -129,4 +129,5 @@ def test_long_work_shows_how_far_it_is(tmp_path, monkeypatch):
     llm.quantize(
         tiny(), tokens(), save=tmp_path, group_size=16, candidate_bits=(2, 4), average_bits=3.0, progress=True
     )
-    assert shown == [("capturing", True, 3), ("measuring", True, 21), ("quantizing", True, 3)]
+    # six sequences are too few to hold some back: three batches to fit on, the same three to measure on
+    assert shown == [("capturing", True, 6), ("measuring", True, 21), ("quantizing", True, 3)]

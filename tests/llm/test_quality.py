@@ -203,7 +203,7 @@ def test_grids_without_signed_scales_have_zero_points_at_two_bits(tmp_path):
 def test_readers_decide_about_zero_points(tmp_path, options, symmetric):
     sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "zoo")]
     __import__("zoo_shim").install()
-    from architectures import ARCHITECTURES
+    from tiny_transformers import ARCHITECTURES
 
     model, _ = ARCHITECTURES["LlamaForCausalLM"]()
     report = llm.quantize(model, list(rows(16, 96).split(4)), save=tmp_path, **options)

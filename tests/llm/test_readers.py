@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, is_refused
+from tiny_transformers import ARCHITECTURES, is_refused
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, ExportError, ReaderError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from tiny_transformers import ARCHITECTURES
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError

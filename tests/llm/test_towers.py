@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, batch_of, forced, words
+from tiny_transformers import ARCHITECTURES, batch_of, forced, words
 from torch import nn
 
 from sparsebit import llm

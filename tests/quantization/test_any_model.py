@@ -146,7 +146,8 @@ class Padded(nn.Conv2d):
 def test_a_layer_with_a_forward_of_its_own_is_quantized():
     model = nn.Sequential(Padded(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
     x = torch.randn(4, 3, 6, 6)
-    qmodel = sparsebit.quantize(model, [x])
+    qmodel = QuantModel(model, "w8a8").calibrate([x])  # without an example no size is decided
+    qmodel.set_quant(w_quant=True, a_quant=True)
     layer = qmodel.model.get_submodule("_0")
     assert isinstance(layer, Padded) and layer.weight_quantizer.calibrated
     assert layer.weight_quantizer.scale.numel() == 8  # one per output channel

@@ -423,8 +423,9 @@ def test_a_trained_model_exports_with_the_certificate(w, a, tmp_path):
 
 
 # -- quantizers ----------------------------------------------------------------------------------------------
-def activation(kind, scheme, bits=4):
-    return build_quantizer(config(a=kind, bits=bits, a_scheme=scheme).a)
+def activation(kind, scheme, bits=4, observer=None):
+    cfg = config(a=kind, bits=bits, a_scheme=scheme)
+    return build_quantizer((cfg.override("A.OBSERVER.TYPE", observer) if observer else cfg).a)
 
 
 def test_lsq_has_a_zero_point_where_data_is_lopsided():
@@ -442,8 +443,9 @@ def test_lsq_has_a_zero_point_where_data_is_lopsided():
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_lsq_starts_where_the_paper_does(bits):
+    """Where minmax is named; else at the range of mse."""
     x = torch.randn(64, 50)
-    signed, unsigned = activation("lsq", PER[0], bits), activation("lsq", PER[1], bits)
+    signed, unsigned = (activation("lsq", scheme, bits, "minmax") for scheme in PER[:2])
     for q, data, qmax in ((signed, x, 2 ** (bits - 1) - 1), (unsigned, x.relu(), 2**bits - 1)):
         q.update_observer(data[:20])
         q.update_observer(data[20:])

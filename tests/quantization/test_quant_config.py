@@ -194,13 +194,14 @@ def test_the_verbs_of_scripts_for_the_original() -> None:
 # -- presets ---------------------------------------------------------------------------------------------
 def test_every_preset_loads_and_says_what_it_is_for() -> None:
     assert {"w8a8", "w8a8-tensorrt", "w4a8", "w4a4", "w8", "w4"} <= presets().keys()
+    assert {"w4a4-qat", "w3a3-qat", "w2a2-qat"} <= presets().keys()
     for name, purpose in presets().items():
         cfg = QuantConfig.load(name)
         assert cfg.w.quantizer.bit == int(name[1])
         assert cfg.a.quantizer.disable == ("a" not in name)
         assert cfg.a.quantizer.disable or cfg.a.quantizer.bit == int(name[3])
         assert cfg.backend == ("tensorrt" if "tensorrt" in name else "onnxruntime")
-        assert cfg.schedule.fuse_bn
+        assert cfg.schedule.fuse_bn == ("qat" not in name)  # batch norms train along
         assert 20 < len(purpose) < 110
         assert parse_qconfig(str(preset_path(name))) == cfg
 
@@ -208,7 +209,7 @@ def test_every_preset_loads_and_says_what_it_is_for() -> None:
 def test_default_preset_and_unknown_preset() -> None:
     assert QuantConfig.load(None) == QuantConfig.load("w8a8")
     assert message("w8a9").startswith(
-        "w8a9: no such file or preset; did you mean w8a8? (presets: w4, w4a4, w4a8, "
+        "w8a9: no such file or preset; did you mean w8a8? (presets: w2a2-qat, w3a3-qat, w4, w4a4, w4a4-qat, w4a8, "
     )
     assert message("no/such.yaml").startswith("no/such.yaml: no such file or preset")
 

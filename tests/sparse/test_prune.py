@@ -132,7 +132,7 @@ def test_dimensions_of_heads_from_the_top(tmp_path):
     make, data = channel_nets.ARCHITECTURES["vit"]
     torch.manual_seed(0)
     net, x = randomise(make()), data()
-    small = sparsebit.prune(net, x, 0.5, heads="dimension")
+    small = sparsebit.prune(net, x, 0.5, heads="dimension", round_to=1)
     small.pruning_plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json").apply(net, x)
     torch.testing.assert_close(again(x), small(x))
@@ -202,7 +202,7 @@ def test_the_smallest_filters_go():
         ({"ratio": 0.5, "macs": 0.5}, "one of ratio, macs, params and latency"),
         ({"macs": 0.0001}, "cannot be reached"),
         ({"params": 1.5}, "params: must be above 0"),
-        ({"round_to": 0}, "round_to"),
+        ({"round_to": 0}, "round_to: must be at least 1, a whole number, got 0"),
     ],
 )
 def test_bad_input(options, message):

@@ -471,7 +471,8 @@ def test_macs_are_those_of_the_preflight_report(make, shape, heads):
     of = lambda m: sparsebit.preflight(m, x).totals["macs"]
     walk = walk_of(model, x)
     assert costs.macs(walk)(walk.gm) == of(model)
-    assert 0.4 * of(model) < of(sparsebit.prune(model, x, macs=0.5, heads=heads)) <= 0.5 * of(model)
+    small = sparsebit.prune(model, x, macs=0.5, heads=heads, round_to=1)
+    assert 0.4 * of(model) < of(small) <= 0.5 * of(model)
 
 
 @pytest.fixture
@@ -515,7 +516,7 @@ def test_latency_budget(monkeypatch):
     model, x = net("plain")
     size = lambda m: sum(p.numel() for p in m.parameters())
     monkeypatch.setitem(costs.EXACT, "latency", lambda walk: size)
-    small = sparsebit.prune(model, x, latency=0.7)
+    small = sparsebit.prune(model, x, latency=0.7, round_to=1)
     assert 0.5 * size(model) < size(small) <= 0.7 * size(model)
 
 
@@ -531,7 +532,7 @@ def test_a_latency_that_does_not_hold_is_told(monkeypatch, caplog):
     model, x = net("plain")
     shares = iter([1.0, *[0.6] * 13, 0.9])  # the whole, one that can be reached, twelve steps, once more
     monkeypatch.setitem(costs.EXACT, "latency", lambda walk: lambda m: next(shares))
-    sparsebit.prune(model, x, latency=0.7)
+    sparsebit.prune(model, x, latency=0.7, round_to=1)
     assert "latency: 0.70 was asked for, measured again it is 0.90" in caplog.text
     wide, x = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).eval(), torch.randn(2, 4)
     size = lambda m: sum(p.numel() for p in m.parameters())

@@ -70,6 +70,8 @@ def export_onnx(
             unreached = [name for name in unreached if marks[name].is_weight]
         marks = {name: mark for name, mark in marks.items() if name not in unreached}
         lowered = runtime.lower(graph, marks)
+        if not extra_info:
+            runtime.speed_up(graph, marks)
         why = why_float_of(graph)
         finish(graph, marks, runtime, lowered)
         graph.metadata_props[UNREACHED] = json.dumps(unreached)

@@ -225,7 +225,7 @@ def prune(
             raise ConfigError(f"{name}: expected how many, or a list of names, got {value!r}")
         if isinstance(value, int) and value < 0:
             raise ConfigError(f"{name}: must be at least 0, got {value}")
-    if round_to is not None and (not isinstance(round_to, Integral) or round_to < 0):
+    if round_to is not None and (not isinstance(round_to, Integral) or round_to < 1):
         raise ConfigError(f"round_to: must be at least 1, a whole number, got {round_to!r}")
     if round_to is None and config is None:
         round_to = AUTO

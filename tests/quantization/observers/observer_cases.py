@@ -23,7 +23,8 @@ def tensor_config(
 ) -> Any:
     layout = {"layout": options.pop("layout")} if "layout" in options else {}
     observer = {"type": kind, **layout, **({kind: options} if options else {})}
-    cfg = QuantConfig.load({letter: {"qscheme": scheme, "quantizer": {"bit": bit}, "observer": observer}})
+    section = {"qscheme": scheme, "quantizer": {"bit": bit}, "observer": observer}
+    cfg = QuantConfig.load({"backend": "virtual", letter: section})
     return getattr(cfg, letter)
 
 

@@ -54,3 +54,6 @@ class Backend:
     def lower(self, model: ir.Model, marks: Marks) -> Any:
         """Turn the marks of `model` into nodes of the runtime; returns a Lowered."""
         raise NotImplementedError
+
+    def speed_up(self, model: ir.Model, marks: Marks) -> None:
+        """What makes the file faster, but hides quantizers; left out where each of them must be seen (extra_info)."""

@@ -28,7 +28,6 @@ class OnnxruntimeBackend(Backend):
         from sparsebit.export.bias import integer_bias
         from sparsebit.export.blocks import packed_products
         from sparsebit.export.clips import absorb_clips
-        from sparsebit.export.float_weights import store_as_float
         from sparsebit.export.qdq import lower_marks
 
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
@@ -42,7 +41,11 @@ class OnnxruntimeBackend(Backend):
         packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
-        store_as_float(model, marks)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)
         return lowered
+
+    def speed_up(self, model: Any, marks: Marks) -> None:
+        from sparsebit.export.float_weights import store_as_float
+
+        store_as_float(model, marks)
