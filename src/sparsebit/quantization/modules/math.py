@@ -134,9 +134,6 @@ class QMul(MultipleInputsQuantOpr):
         asked = config is not None and config.a.qadd.enable_quant and not config.a.quantizer.disable
         self.apply_input_quant = bool(asked) and get_backend(config.backend) is Backend.ONNXRUNTIME
 
-    def wants_input_quant(self, config: Any) -> bool:
-        return bool(self.apply_input_quant)
-
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         if not any(made_by_conv(x, model, GATES) for x in node.all_input_nodes):
             return 0

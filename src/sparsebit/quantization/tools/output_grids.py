@@ -63,7 +63,6 @@ class Reader:
 
     quantizer: Quantizer
     calls: int
-    direct: bool = True  # no op that moves values stands between
     clipped: bool = False
     picked: tuple[fx.Node, ...] = ()
 
@@ -85,7 +84,7 @@ class Reader:
         if how == CLIP:
             return replace(self, clipped=True)
         picked = (node, *self.picked) if how == PICK else self.picked
-        return replace(self, direct=self.direct and how == VANISHES, picked=picked)
+        return replace(self, picked=picked)
 
 
 class OutputGrids:
