@@ -28,6 +28,7 @@ class OnnxruntimeBackend(Backend):
         from sparsebit.export.bias import integer_bias
         from sparsebit.export.blocks import packed_products
         from sparsebit.export.clips import absorb_clips
+        from sparsebit.export.integer_forms import hard_sigmoids_as_scales, pools_as_convs
         from sparsebit.export.qdq import lower_marks
 
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
@@ -43,6 +44,8 @@ class OnnxruntimeBackend(Backend):
         integer_bias(model, marks, lowered)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)
+        pools_as_convs(model)
+        hard_sigmoids_as_scales(model, lowered)
         return lowered
 
     def speed_up(self, model: Any, marks: Marks) -> None:

@@ -38,6 +38,7 @@ ONNX_OPS = {  # how the exporter writes an op
     "MaxPool*": "MaxPool",
     "LeakyReLU": "LeakyRelu",
     "Sigmoid": "Sigmoid",
+    "HardSigmoid": "HardSigmoid",
     "Softmax": "Softmax",
 }
 WEIGHTED = ("*Conv[123]d*", "Conv1D", "ConvFunction", "*Linear*")
