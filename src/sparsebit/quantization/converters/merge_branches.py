@@ -1,7 +1,7 @@
 """merge_branches: parallel convolutions of one value that are only added become one convolution (RepVGG, MobileOne).
 
-Convolution is linear: conv(x, a) + conv(x, b) = conv(x, a + b), a smaller kernel padded with zeros. A batch norm behind a
-convolution scales its weight. A batch norm of x itself is a convolution with a 1x1 kernel on the diagonal.
+Convolution is linear: conv(x, a) + conv(x, b) = conv(x, a + b), where the smaller kernel is padded with zeros.
+A batch norm behind a convolution scales its weight. A batch norm of x itself is a 1x1 kernel on the diagonal.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _merge(add: fx.Node, branches: list[Branch], gm: fx.GraphModule) -> int:
     """Put one convolution in the place of all branches that fit the first one; returns how many it replaced."""
     first = max(
         (b for b in branches if b.conv is not None),
-        key=lambda b: b.conv.weight[0, 0].numel(),  # type: ignore[union-attr,index,operator]
+        key=lambda b: b.conv.weight[0, 0].numel(),  # type: ignore[union-attr,index]
         default=None,
     )
     fitting = [b for b in branches if first is not None and _fits(b, first.conv)]

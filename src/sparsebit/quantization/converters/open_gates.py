@@ -1,7 +1,7 @@
 """open_gates: behind a convolution, SiLU becomes x * sigmoid(x) for onnxruntime, and Hardswish x * hardsigmoid(x).
 
-Both factors have integer forms there: QLinearSigmoid and QLinearMul take 0.7 of the time of Dequantize, SiLU, Quantize. A
-hardsigmoid is a change of scale (export/integer_forms.py). The gate is rounded to 8 bits for it: x times its error is
+Both factors have integer forms there. QLinearSigmoid and QLinearMul take 0.7 of the time of Dequantize, SiLU, Quantize.
+A hardsigmoid is a change of scale (export/integer_forms.py). The gate is rounded to 8 bits for it: x times its error is
 about half a step of the output.
 """
 

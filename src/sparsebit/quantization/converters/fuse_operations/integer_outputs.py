@@ -1,6 +1,6 @@
-"""integer_outputs: what reads the output of an integer convolution in float gets a quantizer in front (onnxruntime).
+"""integer_outputs: a float op that reads an integer convolution gets a quantizer at its input (onnxruntime).
 
-A convolution is integer there only if everything that reads its output takes codes. So a batch norm that is not folded, a
+A convolution is integer there only if every reader of its output takes codes. So a batch norm that is not folded, a
 tanh or a bilinear resize reads codes too, which costs one rounding. Norms of tokens and outputs of the model still read
 float values: there the rounding costs more than the convolution gains.
 """

@@ -1,7 +1,7 @@
 """known_ranges: the output of a hardsigmoid has the grid of 1/256, whatever calibration sees (onnxruntime).
 
-clip(x / 6 + 1/2, 0, 1) is linear. On that grid the half is 128 steps, a whole number, so codes become codes by a change of
-scale and zero point (export/integer_forms.py), which takes half the time of the float op between its borders.
+clip(x / 6 + 1/2, 0, 1) is linear. On that grid the half is 128 steps, a whole number. So codes become codes by a change
+of scale and zero point (export/integer_forms.py). That takes half the time of the float op between its borders.
 """
 
 from __future__ import annotations

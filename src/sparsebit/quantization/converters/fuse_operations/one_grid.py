@@ -74,7 +74,9 @@ def _quantize_before_clips(node: fx.Node, gm: fx.GraphModule) -> int:
     return len(clips)
 
 
-def insert_quantizer(gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: Quantizer) -> fx.Node:
+def insert_quantizer(
+    gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: Quantizer
+) -> fx.Node:
     """A quantizer with the options of `like`, between `value` and `user`."""
     identity = QIdentity()
     identity.training = gm.training
