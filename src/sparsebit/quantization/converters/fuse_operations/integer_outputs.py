@@ -18,6 +18,7 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
     wants_integer_output,
 )
 from sparsebit.quantization.converters.fuse_operations.one_grid import insert_quantizer
+from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.math import FLOAT_READERS
 from sparsebit.quantization.tools.output_grids import OutputGrids
@@ -36,7 +37,7 @@ def integer_outputs(gm: fx.GraphModule, ctx: Any) -> int:
         if not wants_integer_output(conv, conv.input_quantizer) or not _is_worth_it(conv):
             continue
         edges = OutputGrids(gm).float_edges(node)
-        if any(_must_be_float(reader, gm) for _, reader in edges):
+        if any(_must_be_float(reader, gm, ctx.config) for _, reader in edges):
             continue
         for value, reader in edges:
             insert_quantizer(gm, reader, value, f"{reader.name}_identity", conv.input_quantizer)
@@ -48,6 +49,18 @@ def _is_worth_it(conv: Any) -> bool:
     return conv.weight[0].numel() >= PRODUCTS_PER_VALUE
 
 
-def _must_be_float(reader: fx.Node, gm: fx.GraphModule) -> bool:
+def _must_be_float(reader: fx.Node, gm: fx.GraphModule, config: Any) -> bool:
     module = module_of(reader, gm) if reader.op == "call_module" else None
-    return reader.op == "output" or isinstance(module, (QSoftmax, *FLOAT_READERS))
+    return (
+        reader.op == "output"
+        or isinstance(module, (QSoftmax, *FLOAT_READERS))
+        or _is_switched_off(module, config)
+    )
+
+
+def _is_switched_off(module: Any, config: Any) -> bool:
+    """Does the config want the inputs of this op in float?"""
+    if isinstance(module, MultipleInputsQuantOpr):
+        return not module.wants_input_quant(config)
+    quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+    return quantizer is not None and bool(quantizer.cfg.quantizer.disable)
