@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.graph.ops import module_of
 from sparsebit.graph.passes import graph_pass
@@ -59,7 +59,9 @@ def _must_be_float(reader: fx.Node, gm: fx.GraphModule, config: Any) -> bool:
 
 
 def _is_switched_off(module: Any, config: Any) -> bool:
-    """Does the config want the inputs of this op in float?"""
+    """Does the config want the inputs of this op in float? A batch norm may be folded later, after training."""
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and not config.schedule.fuse_bn:
+        return True
     if isinstance(module, MultipleInputsQuantOpr):
         return not module.wants_input_quant(config)
     quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
