@@ -58,6 +58,7 @@ class Grids:
     symmetric: bool
     candidates: tuple[int, ...] | None = None
     force: bool = False
+    reader: str = "transformers"  # which must run it
 
 
 def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str, QuantSpec]]:

@@ -24,6 +24,7 @@ from sparsebit.llm.experts import layer_sizes
 from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
 from sparsebit.llm.plan import Grids, format_for, matrices, reorders
 from sparsebit.llm.quality import measure, quality_of
+from sparsebit.llm.readers import READERS
 from sparsebit.llm.relay import Ends, Relay
 from sparsebit.llm.report import Report
 from sparsebit.llm.rotate import Rotated
@@ -56,6 +57,7 @@ def quantize(
     towers: str | Sequence[str] | None = None,
     blocks: str | None = None,
     spill: str | Path | bool = False,
+    reader: str = "transformers",
     force: bool = False,
     progress: bool | None = None,
     **options: Any,
@@ -81,14 +83,16 @@ def quantize(
                 "all". None: both of an encoder-decoder; of a vision-language model the one that makes words.
     blocks      the path of the only ModuleList of blocks, where it is not found.
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
-    force       write a checkpoint that no reader but `llm.load` runs; without it such a run does not begin.
+    reader      the program that the checkpoint is for: "transformers", "vLLM" or "GPTQModel". The work does not begin
+                where that program would not run it.
+    force       begin all the same; `llm.load` runs everything that is written.
 
     The last sequences of `batches` (one of 16) are held back. On them the whole model is measured when it is done: see
     `Report.measured`. A run that was interrupted goes on when it is called again with the same arguments, and ends in
     the same bytes.
     """
     started = time.monotonic()
-    METHODS[method]
+    METHODS[method], READERS[reader]  # unknown names are errors
     bits, group_size, format = _defaults(method, bits, group_size, format, candidate_bits)
     asked = {
         "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
@@ -102,7 +106,7 @@ def quantize(
     source = Rotated(source) if rotate else source
     layout, dtype = format_for(source, format), _scale_dtype(source.model)
     job = Job(method, {}, options, layout, dtype, true_sequential, match_float)
-    grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force)
+    grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force, reader)
     certificate = _certificate(source, job, grids, decide=symmetric is None)
     asked["symmetric"] = all(spec.symmetric for spec in job.specs.values())
     certificate.sampled(None if data is None else [*data.fitted, *data.held])
