@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_transformers import ARCHITECTURES, is_refused
+from tiny_transformers import ARCHITECTURES, SIZES, is_refused, words
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, ExportError, ReaderError
@@ -119,6 +119,28 @@ def test_experts_in_bfloat16_go_where_the_reader_sends_them(tmp_path):
     ours, logits = certificate._Ours(tmp_path, batch), theirs(tmp_path, batch, tmp_path)
     exact = ours.logits("experts")
     assert (logits - exact).norm() < 1e-5 * exact.norm() < (logits - ours.logits()).norm()
+
+
+@pytest.mark.parametrize(("name", "stack"), [
+    ("GptOss", "model.layers.0.mlp.experts.gate_up_proj"),
+    ("GraniteMoeHybrid", "model.layers.0.block_sparse_moe.experts.0.gate_up_proj"),
+])  # fmt: skip
+def test_experts_that_stay_float_are_said(name, stack, tmp_path, caplog):
+    """Before the work, in the report and on the card: without them the model is hardly smaller."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "shared_intermediate_size": 64}
+    kinds = ["full_attention" if name == "GptOss" else "attention"] * 2
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **sizes, layer_types=kinds)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    report = llm.quantize(model, {"input_ids": words()}, save=tmp_path, method="rtn")
+    inside = [p.numel() for p in model.model.layers.parameters() if p.dim() > 1]
+    quantized = sum(report.sizes.values())
+    assert report.left_share == 1 - quantized / sum(inside) > 0.5
+    said = f"{report.left_share:.0%} of the weights in the blocks stay float, such as {stack}"
+    assert said in caplog.text and said in str(report)
+    card = (tmp_path / "README.md").read_text()
+    assert f"stay float in the blocks | {sum(inside) - quantized:,} ({report.left_share:.0%})" in card
+    assert report.readers[0].state == "runs"
 
 
 def test_the_table_of_architectures_has_every_kind():

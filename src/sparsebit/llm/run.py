@@ -22,11 +22,11 @@ from sparsebit.llm.conserve import check_conserved
 from sparsebit.llm.data import Data, prepare
 from sparsebit.llm.experts import layer_sizes
 from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
-from sparsebit.llm.plan import Grids, format_for, matrices, reorders
+from sparsebit.llm.plan import Grids, format_for, left_float, matrices, reorders
 from sparsebit.llm.quality import measure, quality_of
 from sparsebit.llm.readers import READERS
 from sparsebit.llm.relay import Ends, Relay
-from sparsebit.llm.report import Report
+from sparsebit.llm.report import MUCH, Report, said_left, share_of
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
 from sparsebit.llm.sources import InMemory, open_source, tied_names
@@ -109,6 +109,7 @@ def quantize(
     grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force, reader)
     certificate = _certificate(source, job, grids, decide=symmetric is None)
     asked["symmetric"] = all(spec.symmetric for spec in job.specs.values())
+    _warn_left(left_float(source, job.specs), certificate)
     certificate.sampled(None if data is None else [*data.fitted, *data.held])
     with spilling(spill) as folder:
         store = _work(source, data, job, (save, asked, folder, progress))
@@ -146,6 +147,13 @@ def _certificate(source: InMemory, job: Job, grids: Grids, decide: bool) -> Cert
     job.specs.clear()
     job.specs.update(specs)
     return found
+
+
+def _warn_left(left: dict[str, int], certificate: Certificate) -> None:
+    """Said before the long work: a large part of the blocks has no packed form that readers know."""
+    share = share_of(left, sum(layer.outputs * layer.inputs for layer in certificate.plan.layers.values()))
+    if share > MUCH:
+        log.warning("%s: readers have no packed form of it", said_left(share, left))
 
 
 def _work(source: InMemory, data: Data | None, job: Job, about: tuple[Any, ...]) -> Store:
@@ -201,11 +209,10 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
         for name, size in layer_sizes(block, source.naming(i)).items()
         if source.layout.prefix(i) + name in store.state["layers"]
     }
-    left = tuple(name for name in source.layout.names() if name not in job.specs)
     readers = certificate.rows(store.folder)
     store.note("readers", [row.facts() for row in readers])
     store.note("float_bytes", float_bytes(source))
-    facts = store.state.get("measured")
+    facts, left = store.state.get("measured"), left_float(source, job.specs)
     report = Report(
         store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left,
         quality_of(facts) if facts else None, store.state["run"],
