@@ -269,7 +269,7 @@ def _runs(pads: Tensor) -> Tensor:
     for flip in (False, True):
         run = (pads.flip(1) if flip else pads).long().cumprod(1).bool()
         size = run.sum(1, keepdim=True)
-        run = run & (size >= PADDING) & (size < pads.shape[1])
+        run = run & (size >= PADDING)
         found |= run.flip(1) if flip else run
     return found
 
