@@ -72,6 +72,16 @@ def test_a_model_without_a_tokenizer(sparsebit, model, tmp_path):
     assert not (tmp_path / "x.gguf").exists()
 
 
+def test_a_file_that_llama_cpp_runs_otherwise_is_exit_code_1(sparsebit, model, tmp_path, monkeypatch):
+    certificate = importlib.import_module("sparsebit.llm.gguf.certificate")
+    wrong = {"version": "1.2", "logits": [[[0.0]]]}
+    monkeypatch.setattr(certificate, "has_llama_cpp", lambda: True)
+    monkeypatch.setattr(certificate, "ask_llama_cpp", lambda *args, **kwargs: wrong)
+    done = sparsebit(f"llm export {model} --gguf {tmp_path / 'x.gguf'} --json")
+    assert done.code == 1 and json.loads(done.out)["ok"] is False
+    assert done.err.count("error: ") == 1 and "llama.cpp 1.2: failed" in done.err
+
+
 def test_a_folder_that_is_none(sparsebit, tmp_path):
     done = sparsebit(f"llm export {tmp_path} --gguf {tmp_path / 'x.gguf'}")
     assert done.code == 2 and "is no folder with a config.json" in done.err
