@@ -127,6 +127,7 @@ def test_both_sides_of_an_encoder_decoder():
     shapes = [(tuple(b["input_ids"].shape), tuple(b["labels"].shape)) for b in found]
     assert shapes == [((1, 8), (1, 6)), ((1, 5), (1, 6)), ((1, 8), (1, 4))]
     assert all(bool((b["labels"] != -100).all()) and bool(b["attention_mask"].all()) for b in found)
+    assert all(t.is_contiguous() for b in found for t in b.values())  # BART's loss wants a view of the labels
 
 
 def refused(model, batches) -> str:

@@ -232,7 +232,7 @@ def without_padding(model: Any, batch: Any, takes: inspect.Signature, where: str
             length = masks[side].shape[1]
             for name, value in part.items():
                 if isinstance(value, Tensor) and _side(model, name) == side and value.shape[1] == length:
-                    part[name] = value[:, start:stop]
+                    part[name] = value[:, start:stop].contiguous()  # losses look at labels by `view`
         yield part
 
 
