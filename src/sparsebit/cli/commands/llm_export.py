@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -52,7 +52,7 @@ def export(
     start()
     from sparsebit.llm.gguf import export_gguf
 
-    words = {"outtype": outtype, "name": name, "pre": pre, "overwrite": overwrite}
+    words: dict[str, Any] = {"outtype": outtype, "name": name, "pre": pre, "overwrite": overwrite}
     try:
         with status("writing the GGUF file"):
             report = export_gguf(source, gguf, tokenizer, **words)
