@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,9 @@ BAD = {
     ],
     "llm quantize {model} --data long.npy -o out": ["long.npy: has sequences of 65 tokens", "made for 64"],
     "llm quantize {model} --data below.npy -o out": ["the token -1, but the model knows 32"],
+    "llm quantize {model} --data text.txt --group-size 96 -o out": ["128 inputs", "no multiple of 96"],
+    "llm quantize broken --data text.txt -o out": ["broken/model.safetensors: cannot be read", "again"],
+    "llm quantize bare --data text.txt -o out": ["bare: its tokenizer: failed"],
     "llm eval {model} --data text.txt --length 65": ["--length 65: the model was made for 64 tokens"],
     "llm eval {model} --data other.npy": ["the token 99, but the model knows 32"],
     "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
@@ -202,6 +206,9 @@ def test_bad_inputs(llama, tmp_path, monkeypatch, sparsebit, command):
     for name in ("full", "bare"):
         Path(name).mkdir()
     Path("full/notes").write_text("mine")
+    shutil.copytree(llama / "model", "broken")
+    whole = Path("broken/model.safetensors")
+    whole.write_bytes(whole.read_bytes()[:-8])
     Path("bare/config.json").write_text((llama / "model/config.json").read_text())
     done = sparsebit(command.format(model=llama / "model"))
     lines = done.err.strip().splitlines()

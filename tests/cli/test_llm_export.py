@@ -18,7 +18,7 @@ for package in ("transformers", "gguf"):
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("llm", "zoo")]
 __import__("zoo_shim").install()
 files = importlib.import_module("gguf_files")
-ARCHITECTURES = importlib.import_module("architectures").ARCHITECTURES
+ARCHITECTURES = importlib.import_module("tiny_transformers").ARCHITECTURES
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def test_a_folder_becomes_a_file(sparsebit, model, tmp_path):
     [
         ("", "--gguf: which file?"),
         ("--gguf {there}", "is there already; name another file, or pass overwrite=True (--overwrite)"),
+        ("--gguf {folder}", "is a folder"),
         ("--gguf {folder}/no/x.gguf", "its folder does not exist"),
         ("--gguf {folder}/x.gguf --outtype q5_k", "outtype: must be one of auto, f32"),
         ("--gguf {folder}/x.gguf --tokenizer {folder}", "holds no tokenizer"),
@@ -61,6 +62,24 @@ def test_mistakes_are_one_line(sparsebit, model, tmp_path, words, said):
     done = sparsebit(f"llm export {model} {words.format(**names)}")
     assert done.code == 2 and said in done.err and len(done.err.splitlines()) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["there.gguf"]
+
+
+def test_a_model_without_a_tokenizer(sparsebit, model, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    done = sparsebit(f"llm export {tmp_path} --gguf {tmp_path / 'x.gguf'}")
+    assert done.code == 2 and "tokenizer" in done.err and len(done.err.splitlines()) == 1
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_a_file_that_llama_cpp_runs_otherwise_is_exit_code_1(sparsebit, model, tmp_path, monkeypatch):
+    certificate = importlib.import_module("sparsebit.llm.gguf.certificate")
+    wrong = {"version": "1.2", "logits": [[[0.0]]]}
+    monkeypatch.setattr(certificate, "has_llama_cpp", lambda: True)
+    monkeypatch.setattr(certificate, "ask_llama_cpp", lambda *args, **kwargs: wrong)
+    done = sparsebit(f"llm export {model} --gguf {tmp_path / 'x.gguf'} --json")
+    assert done.code == 1 and json.loads(done.out)["ok"] is False
+    assert done.err.count("error: ") == 1 and "llama.cpp 1.2: failed" in done.err
 
 
 def test_a_folder_that_is_none(sparsebit, tmp_path):

@@ -108,6 +108,10 @@ def test_padding_without_a_mask_is_seen(caplog):
     found = prepare(model, [tokens], 8, reads=False).held
     assert sorted(map(tuple, (t["input_ids"].shape for t in found))) == [(1, 6), (1, 12)]
     assert "6 tokens 0 at the ends of sequences are taken for padding" in caplog.text
+    tokens[0] = 0  # a row of nothing else
+    found = prepare(model, [tokens], 8, reads=False).held
+    assert [t["input_ids"].tolist() for t in found] == [tokens[1:].tolist()]
+    assert "all of it is padding" in refused(model, [torch.zeros(2, 12, dtype=torch.long)])
     tokens = rows(2, 12, 96)
     tokens[0, 10:] = 0  # too few to be sure
     assert torch.equal(prepare(model, [tokens], 8, reads=False).held[0], tokens)
@@ -123,6 +127,7 @@ def test_both_sides_of_an_encoder_decoder():
     shapes = [(tuple(b["input_ids"].shape), tuple(b["labels"].shape)) for b in found]
     assert shapes == [((1, 8), (1, 6)), ((1, 5), (1, 6)), ((1, 8), (1, 4))]
     assert all(bool((b["labels"] != -100).all()) and bool(b["attention_mask"].all()) for b in found)
+    assert all(t.is_contiguous() for b in found for t in b.values())  # BART's loss wants a view of the labels
 
 
 def refused(model, batches) -> str:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from sparsebit import llm
-from sparsebit.errors import ConfigError, ExportError
-from sparsebit.llm.gguf import GgufReport, export_gguf, pack, to_gguf
+from sparsebit.errors import ConfigError, ExportError, ReaderError
+from sparsebit.llm.gguf import GgufReport, certificate, export_gguf, pack, to_gguf
 from sparsebit.llm.gguf.packing import fit
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.rtn import rtn
@@ -29,7 +29,7 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (pip install gg
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "zoo")]
 __import__("zoo_shim").install()
 files = importlib.import_module("gguf_files")
-ARCHITECTURES = importlib.import_module("architectures").ARCHITECTURES
+ARCHITECTURES = importlib.import_module("tiny_transformers").ARCHITECTURES
 
 
 def read(path: Path) -> tuple[dict, dict]:
@@ -389,3 +389,38 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
 def _saved(tokenizer, folder: Path) -> Path:
     tokenizer.save_pretrained(folder)
     return folder
+
+
+# -- the certificate ---------------------------------------------------------------------------------------------
+def answer(model, sign: float, asked: list) -> object:
+    """llama.cpp's place: the logits of the model, or wrong ones."""
+
+    def ask(path, prompts, every):
+        assert every and Path(path).is_file()
+        asked.append(prompts[0])
+        with torch.no_grad():
+            logits = model(torch.tensor(prompts)).logits
+        return {"version": "1.2", "logits": (sign * logits).tolist()}
+
+    return ask
+
+
+def test_llama_cpp_is_asked_where_it_is_installed(tmp_path, monkeypatch):
+    model, asked = build("LlamaForCausalLM"), []
+    monkeypatch.setattr(certificate, "has_llama_cpp", lambda: True)
+    monkeypatch.setattr(certificate, "ask_llama_cpp", answer(model, 1.01, asked))
+    report = export_gguf(model, tmp_path / "m.gguf")
+    assert str(report).endswith("\nllama.cpp 1.2: runs, logits within 1.00%") and len(asked[0]) == 16
+    assert report.as_dict()["reader"]["state"] == "runs"
+    monkeypatch.setattr(certificate, "ask_llama_cpp", answer(model, -1, asked))
+    with pytest.raises(
+        ReaderError, match=r"m2\.gguf: llama\.cpp 1\.2: failed: its logits differ .* by 20\d%"
+    ) as e:
+        export_gguf(model, tmp_path / "m2.gguf")
+    assert e.value.report.reader.state == "failed" and (tmp_path / "m2.gguf").is_file()
+
+
+def test_llama_cpp_that_is_not_installed_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(certificate, "has_llama_cpp", lambda: False)
+    report = export_gguf(build("LlamaForCausalLM"), tmp_path / "m.gguf")
+    assert str(report).endswith("\nllama.cpp: not run: llama-cpp-python is not installed")

@@ -226,6 +226,27 @@ def test_merge_into_the_grid_tells_its_error_and_can_be_saved(folder, tmp_path):
 
 
 @needs_peft
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "GPT2LMHeadModel"])
+def test_names_and_shapes_of_the_files_come_back(name, tmp_path):
+    """The files call experts otherwise than the model does, and turn Conv1D layers."""
+    peft()
+    from tiny_transformers import ARCHITECTURES, forced
+
+    built, batch = ARCHITECTURES[name]()
+    out = tmp_path / "out"
+    llm.quantize(built, save=out, method="rtn", **forced(name))
+    target = "c_attn" if name.startswith("GPT2") else "q_proj"
+    model = adapted(out, dtype=torch.float32, target_modules=[target], init_lora_weights=False)
+    merged = qlora.merge(model, into="grid").model
+    qlora.save(merged, out, tmp_path / "merged")
+    assert not (tmp_path / "merged" / "README.md").exists()  # it has figures of the model without adapters
+    again = llm.load(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again(**batch).logits, merged(**batch).logits)
+        assert not torch.equal(again(**batch).logits, llm.load(out, dtype=torch.float32)(**batch).logits)
+
+
+@needs_peft
 def test_adapters_of_float_layers_are_merged_too(folder):
     model = adapted(folder, target_modules=["q_proj", "lm_head"])
     train(model)

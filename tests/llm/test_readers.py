@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_transformers import ARCHITECTURES, is_refused
+from tiny_transformers import ARCHITECTURES, SIZES, is_refused, words
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, ExportError, ReaderError
@@ -76,31 +76,26 @@ def assert_conserved(before: Path, after: Path) -> None:
 
 @pytest.mark.parametrize("source", ["object", "folder"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_it_runs_or_was_refused(name, source, tmp_path, caplog):
+def test_it_runs_or_was_refused(name, source, tmp_path):
     model, batch = ARCHITECTURES[name]()
     model.save_pretrained(tmp_path / "float")
     given = model if source == "object" else tmp_path / "float"
     options = {"method": "gptq", "refine": 0} if name in BY_GPTQ else {"method": "rtn"}
     out = tmp_path / "out"
-    try:
-        report = llm.quantize(given, [batch], save=out, **options)
-    except ConfigError as error:
-        assert "no reader would run this checkpoint (transformers: " in str(error)
+    refused = is_refused(name)
+    if refused:
+        with pytest.raises(ConfigError, match=r"transformers \S+ would not run this checkpoint: ") as error:
+            llm.quantize(given, [batch], save=out, **options)
         assert not out.exists()  # before it began
-        assert "(5.23 and later unpack layers while they load)" in str(error)
-        llm.quantize(given, [batch], save=out, force=True, **options)
-        refused = True
-    else:
-        row = next(row for row in report.readers if row.reader == "transformers")
-        assert row.version == transformers.__version__
-        refused = row.state == "refused"
-        assert refused == (f"transformers {row.version} will not run this checkpoint" in caplog.text)
-        assert refused or row.state == "runs", str(row)
+        assert "(5.23 and later unpack layers while they load)" in str(error.value)
+    report = llm.quantize(given, [batch], save=out, force=refused, **options)
+    row = next(row for row in report.readers if row.reader == "transformers")
+    assert row.version == transformers.__version__
+    assert row.state == ("refused" if refused else "runs"), str(row)
     assert_conserved(tmp_path / "float", out)
     loaded = llm.load(out, dtype=torch.float32)
     assert type(loaded) is type(model)
     if refused:
-        assert is_refused(name)
         with pytest.raises(ExportError, match=r"'weight'|missing_keys"):
             theirs(out, batch, tmp_path)
         return
@@ -126,6 +121,28 @@ def test_experts_in_bfloat16_go_where_the_reader_sends_them(tmp_path):
     assert (logits - exact).norm() < 1e-5 * exact.norm() < (logits - ours.logits()).norm()
 
 
+@pytest.mark.parametrize(("name", "stack"), [
+    ("GptOss", "model.layers.0.mlp.experts.gate_up_proj"),
+    ("GraniteMoeHybrid", "model.layers.0.block_sparse_moe.experts.0.gate_up_proj"),
+])  # fmt: skip
+def test_experts_that_stay_float_are_said(name, stack, tmp_path, caplog):
+    """Before the work, in the report and on the card: without them the model is hardly smaller."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "shared_intermediate_size": 64}
+    kinds = ["full_attention" if name == "GptOss" else "attention"] * 2
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **sizes, layer_types=kinds)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    report = llm.quantize(model, {"input_ids": words()}, save=tmp_path, method="rtn")
+    inside = [p.numel() for p in model.model.layers.parameters() if p.dim() > 1]
+    quantized = sum(report.sizes.values())
+    assert report.left_share == 1 - quantized / sum(inside) > 0.5
+    said = f"{report.left_share:.0%} of the weights in the blocks stay float, such as {stack}"
+    assert said in caplog.text and said in str(report)
+    card = (tmp_path / "README.md").read_text()
+    assert f"stay float in the blocks | {sum(inside) - quantized:,} ({report.left_share:.0%})" in card
+    assert report.readers[0].state == "runs"
+
+
 def test_the_table_of_architectures_has_every_kind():
     kinds = {"dense", "conv1d", "moe", "mla", "ssm", "encoder-decoder", "vision-language"}
     assert {row.kind for row in ARCHITECTURES.values()} == kinds and len(ARCHITECTURES) >= 30
@@ -136,27 +153,66 @@ def test_the_table_of_architectures_has_every_kind():
     {"method": "smoothquant"}, {"method": "wanda"}, {"candidate_bits": (2, 4), "average_bits": 3.0},
 ])  # fmt: skip
 @pytest.mark.parametrize("name", [LLAMA, "Qwen3MoeForCausalLM"])
-def test_no_option_gives_a_third_outcome(name, options, tmp_path, caplog):
+def test_no_option_gives_a_third_outcome(name, options, tmp_path):
     model, batch = ARCHITECTURES[name]()
+    asked, out = {"method": "rtn", **options}, tmp_path / "out"
     try:
-        report = llm.quantize(model, [batch], save=tmp_path / "out", **{"method": "rtn", **options})
+        report = llm.quantize(model, [batch], save=out, **asked)
     except ConfigError as error:
-        assert "no reader would run" in str(error) and name != LLAMA
-        assert not (tmp_path / "out").exists()
+        assert "would not run this checkpoint: " in str(error) and name != LLAMA
+        assert not out.exists()
         return
     row = next(row for row in report.readers if row.reader == "transformers")
-    if row.state == "refused":  # for one that fits
-        assert name != LLAMA and any(other.state == "fits" for other in report.readers)
-        assert "transformers" in caplog.text and row.text.removeprefix("refused: ") in caplog.text
-    elif row.state == "runs":
-        with torch.no_grad():
-            ours = llm.load(tmp_path / "out", dtype=torch.float32)(**batch).logits
-        assert (theirs(tmp_path / "out", batch, tmp_path) - ours).norm() < 1e-3 * ours.norm()
-    else:
-        assert (
-            options.get("format") == "gptq" and row.state == "unknown"
-        )  # optimum reads it, which is not here
-        assert any(other.state == "fits" for other in report.readers)
+    if row.state == "unknown":  # optimum reads it, which is not here
+        assert options.get("format") == "gptq" and any(other.state == "fits" for other in report.readers)
+        return
+    assert row.state == "runs"
+    with torch.no_grad():
+        ours = llm.load(out, dtype=torch.float32)(**batch).logits
+    assert (theirs(out, batch, tmp_path) - ours).norm() < 1e-3 * ours.norm()
+
+
+# -- the reader that it is for ----------------------------------------------------------------------------------------
+def test_what_only_another_reader_runs_needs_its_name(tmp_path):
+    """optimum does not pack experts, vLLM does."""
+    model, batch = ARCHITECTURES["Qwen3MoeForCausalLM"]()
+    options = {"method": "rtn", "format": "gptq"}
+    with pytest.raises(
+        ConfigError, match=r"transformers .* would not run .*--reader: GPTQModel, vLLM\).*--force"
+    ):
+        llm.quantize(model, [batch], save=tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+    report = llm.quantize(model, [batch], save=tmp_path / "a", reader="vllm", **options)
+    assert {row.reader: row.state for row in report.readers} == {
+        "GPTQModel": "fits",
+        "transformers": "refused",
+        "vLLM": "fits",
+    }
+
+
+@pytest.mark.parametrize(("reader", "options", "reason"), [
+    ("GPTQModel", {}, "GPTQModel would not run this checkpoint: it reads only gptq"),
+    ("vLLM", {"bits": 2}, r"vLLM would not run this checkpoint: 2 bits, .*--reader: transformers"),
+    ("vLLM", {"candidate_bits": (2, 3), "average_bits": 2.5}, r"vLLM would not run this checkpoint: "),
+])  # fmt: skip
+def test_the_reader_that_was_named_decides(reader, options, reason, tmp_path):
+    model, batch = ARCHITECTURES[LLAMA]()
+    with pytest.raises(ConfigError, match=reason):
+        llm.quantize(model, [batch], save=tmp_path / "a", method="rtn", reader=reader, **options)
+    assert not (tmp_path / "a").exists()
+    llm.quantize(model, [batch], save=tmp_path / "a", method="rtn", reader=reader, force=True, **options)
+    llm.load(tmp_path / "a")
+
+
+def test_an_unknown_reader_is_one_line(tmp_path, capsys):
+    from sparsebit.cli import main
+
+    model, _ = ARCHITECTURES[LLAMA]()
+    model.save_pretrained(tmp_path / "float")
+    command = ["llm", "quantize", str(tmp_path / "float"), "--reader", "vlm", "-o", str(tmp_path / "a")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert "did you mean vllm" in said and len(said.strip().splitlines()) == 1
 
 
 def test_576_inputs_run_without_a_word(tmp_path):

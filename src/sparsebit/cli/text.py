@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from sparsebit.cli.models import optional
 from sparsebit.cli.objects import call
 from sparsebit.cli.output import InputError, one_line
 
-FORMS = "a .txt file, or an .npy file of tokens"
+FORMS = "a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)"
 USUAL_LENGTH = 512
 
 
@@ -45,7 +46,10 @@ def load_model(folder: Path) -> Any:
     transformers = optional("transformers", str(folder))
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    build = transformers.AutoModelForCausalLM.from_pretrained
+    from sparsebit.llm.skeleton import class_of
+
+    settings = call(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
+    build = class_of(config.get("architectures") or [], settings, folder).from_pretrained
     return call(str(folder), lambda: build(folder, local_files_only=True, use_safetensors=True)).eval()
 
 
@@ -105,6 +109,35 @@ def check_tokens(spec: str, tokens: Any, config: Any, length: int | None) -> int
     if most is not None and tokens.dim() == 2 and tokens.shape[1] > most:
         raise InputError(f"{spec}: has sequences of {tokens.shape[1]} tokens; the model was made for {most}")
     return length or min(USUAL_LENGTH, most or USUAL_LENGTH)
+
+
+def is_batches(spec: str) -> bool:
+    """Whether `--data` names batches of a processor, not tokens."""
+    path = Path(spec)
+    return path.suffix == ".npz" or (path.is_dir() and any(path.glob("*.npz")))
+
+
+def read_batches(spec: str, samples: int) -> list[Any]:
+    """One dict of tensors per .npz file, by the names of the model's arguments."""
+    import numpy as np
+    import torch
+
+    path = Path(spec)
+    found = []
+    for file in sorted(path.glob("*.npz"))[:samples] if path.is_dir() else [path]:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                found.append({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+        except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise InputError(f"{file}: cannot be read: {one_line(error)}") from None
+    return found
+
+
+def in_halves(batches: list[Any]) -> list[Any]:
+    """For an encoder-decoder: it reads the first half of each sequence and writes the second."""
+    middle = batches[0].shape[1] // 2
+    halves = (batch.tensor_split([middle], dim=1) for batch in batches)
+    return [{"input_ids": a.contiguous(), "labels": b.contiguous()} for a, b in halves]
 
 
 def windows(tokens: Any, length: int, samples: int) -> list[Any]:

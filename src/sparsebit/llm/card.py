@@ -48,12 +48,14 @@ def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
 
 def _sizes(report: Report) -> Iterator[str]:
     files = sum(path.stat().st_size for path in report.folder.glob("*.safetensors"))
-    quantized, kept = sum(report.sizes.values()), sum(size for _, size in report.layout.kept)
+    quantized, left = sum(report.sizes.values()), sum(report.left.values())
+    others = sum(size for name, size in report.layout.kept if not report.layout.inside(name))
     yield "| | |"
     yield "|---|---|"
     yield f"| files | {files / 1e6:.1f} MB |"
     yield f"| weights in {len(report.layers)} layers | {quantized:,} |"
-    yield f"| weights in other matrices, float | {kept:,} |"
+    yield f"| weights that stay float in the blocks | {left:,} ({report.left_share:.0%}) |"
+    yield f"| weights in other matrices, float | {others:,} |"
     if report.sparsity is None:
         yield f"| bits per weight | {report.average_bits:.2f}, with scales {report.stored_bits:.2f} |"
 

@@ -29,7 +29,6 @@ from sparsebit.llm.walk import Job
 log = logging.getLogger("sparsebit")
 EQUAL, NEAR = 1e-4, 2e-2  # of the logits' size: the order of sums; scales that were rounded to half precision
 TOKENS = 32  # that are tried
-FIRST = "transformers"  # the reader that decides between two ways to store a model
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
 
@@ -37,26 +36,26 @@ class Certificate:
     """Of one run: asked before it, shown after it."""
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
-        """Fills in job.specs: the first choice that transformers runs, else the first that somebody runs."""
+        """Fills in job.specs: the first choice that the reader runs. Where it runs none, no work begins."""
         self.source, self.job, self.force = source, job, grids.force
         self.inputs: dict[str, Tensor] = {}
-        tried = []
+        reader, tried = READERS[grids.reader](), []
         for specs in choices(source, job.format, grids):
             plan = plan_of(source, job, mixed(specs, grids.candidates) if grids.candidates else specs)
             verdicts = verdicts_on(plan) if is_transformers(source.model) else {}
             tried.append((specs, plan, verdicts))
-            if not verdicts.get(FIRST, Verdict()).reason:
+            reason = refusal(reader, verdicts)
+            if not reason:
                 tried = tried[-1:]
                 break
-        specs, self.plan, self.verdicts = next((choice for choice in tried if somebody(choice[2])), tried[0])
         if not specs:
             raise ConfigError(
                 f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
                 "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
             )
-        if not somebody(self.verdicts):  # the last choice says most: it is the one that readers could unpack
-            check_verdicts(tried[-1][2], grids.force)
-        warn_early(self.verdicts)
+        if reason and not grids.force:  # the last choice says most: it is the one that readers could unpack
+            raise ConfigError(_refused(reader, reason, tried[-1][2]))
+        specs, self.plan, self.verdicts = tried[0]
         job.specs.update(specs)
 
     def sampled(self, batches: Any) -> Any:
@@ -105,34 +104,24 @@ def verdicts_on(plan: Plan) -> dict[str, Verdict]:
     return {reader.TYPE: reader().judge(plan) for reader in READERS.values() if plan.format in reader.formats}
 
 
-def somebody(verdicts: Mapping[str, Verdict]) -> bool:
-    """Whether there is a reader that does not refuse."""
-    return any(not verdict.reason for verdict in verdicts.values())
+def refusal(reader: Reader, verdicts: Mapping[str, Verdict]) -> str:
+    """Why this reader would not run it; empty where it would, or cannot tell, and for models of the user's own."""
+    if verdicts and reader.TYPE not in verdicts:
+        return f"it reads only {', '.join(reader.formats)}"
+    return verdicts[reader.TYPE].reason if verdicts else ""
 
 
-def check_verdicts(verdicts: Mapping[str, Verdict], force: bool) -> None:
-    """An error where all readers refuse."""
-    if force or not verdicts or somebody(verdicts):
-        return
-    reasons = "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items())
-    raise ConfigError(
-        f"format: no reader would run this checkpoint ({reasons}). Choose other options or another format; "
-        "force=True (--force) writes it all the same, for llm.load"
+def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> str:
+    """What is said in place of a run, with what to do."""
+    others = {name: verdict.reason for name, verdict in verdicts.items() if name != reader.TYPE}
+    fit = [name for name, why in others.items() if not why]
+    also = "; ".join(f"{name}: {why}" for name, why in others.items() if why)
+    way = f"name a reader that does (reader= or --reader: {', '.join(fit)}), " if fit else ""
+    return (
+        f"reader: {' '.join([reader.TYPE, reader.version()]).strip()} would not run this checkpoint: {reason}"
+        f"{f' ({also})' if also else ''}. Choose other options or another format, {way}"
+        "or force=True (--force), which writes it for llm.load"
     )
-
-
-def warn_early(verdicts: Mapping[str, Verdict]) -> None:
-    """Said before the long work: the reader that most people use will not run the checkpoint."""
-    reason = verdicts.get(FIRST, Verdict()).reason
-    if reason:
-        others = [name for name, verdict in verdicts.items() if not verdict.reason]
-        log.warning(
-            "%s %s will not run this checkpoint: %s; written for: %s",
-            FIRST,
-            READERS[FIRST]().version(),
-            reason,
-            ", ".join(others) or "llm.load",
-        )
 
 
 def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:

@@ -232,7 +232,7 @@ def without_padding(model: Any, batch: Any, takes: inspect.Signature, where: str
             length = masks[side].shape[1]
             for name, value in part.items():
                 if isinstance(value, Tensor) and _side(model, name) == side and value.shape[1] == length:
-                    part[name] = value[:, start:stop]
+                    part[name] = value[:, start:stop].contiguous()  # losses look at labels by `view`
         yield part
 
 
@@ -269,7 +269,7 @@ def _runs(pads: Tensor) -> Tensor:
     for flip in (False, True):
         run = (pads.flip(1) if flip else pads).long().cumprod(1).bool()
         size = run.sum(1, keepdim=True)
-        run = run & (size >= PADDING) & (size < pads.shape[1])
+        run = run & (size >= PADDING)
         found |= run.flip(1) if flip else run
     return found
 

@@ -39,6 +39,14 @@ def matrices(source: InMemory) -> dict[str, tuple[int, int, bool]]:
     return {name: found[name] for name in source.layout.names()}
 
 
+def left_float(source: InMemory, specs: Mapping[str, QuantSpec]) -> dict[str, int]:
+    """Matrices in the blocks that stay float, and their numbers of weights; the largest first."""
+    layers = {name: outputs * inputs for name, (outputs, inputs, _) in matrices(source).items()}
+    found = {name: size for name, size in layers.items() if name not in specs}
+    found |= {name: size for name, size in source.layout.kept if source.layout.inside(name)}
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+
+
 def format_for(source: InMemory, name: str) -> Format:
     """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have one of their own."""
     layers = [
@@ -58,6 +66,7 @@ class Grids:
     symmetric: bool
     candidates: tuple[int, ...] | None = None
     force: bool = False
+    reader: str = "transformers"  # which must run it
 
 
 def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str, QuantSpec]]:

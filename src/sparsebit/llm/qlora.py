@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, SparsebitError
+from sparsebit.llm.card import CARD
 from sparsebit.llm.formats import format_of, spec_of
 from sparsebit.llm.linear import QuantLinear
 from sparsebit.llm.nf4 import is_nf4, nf4_layer, nf4_weight
+from sparsebit.llm.saving import INDEX, Saver
 from sparsebit.llm.sources import tensor_files
 from sparsebit.numeric.quantized_weight import QuantizedWeight, round_to
 from sparsebit.numeric.rtn import rtn
@@ -162,6 +164,20 @@ def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"save: {folder} is not empty; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    saver = vars(model).get("save_pretrained")
+    if isinstance(saver, Saver):  # a model of transformers: it knows the names of experts in the files
+        saver(folder)
+        (folder / CARD).unlink(missing_ok=True)  # its figures are those of the model before
+    else:
+        _save_own(model, source, folder)
+    for path in source.iterdir():
+        there = path.suffix == ".safetensors" or path.name in ("run.json", "config.json", INDEX, CARD)
+        if path.is_file() and not there:
+            shutil.copy(path, folder / path.name)
+
+
+def _save_own(model: nn.Module, source: Path, folder: Path) -> None:
+    """Of a user's own module, whose tensors have the same names in the files; the files are those of `source`."""
     config = json.loads((source / "config.json").read_text())
     layout, tensors = format_of(config["quantization_config"]), dict(model.state_dict())
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -180,7 +196,6 @@ def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
 
     for path, content in files.items():
         save_file(content, folder / path.name, {"format": "pt"})
-    for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in ("run.json", "config.json"):
-            shutil.copy(path, folder / path.name)
+    if (source / INDEX).is_file():
+        shutil.copy(source / INDEX, folder / INDEX)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

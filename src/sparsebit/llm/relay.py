@@ -7,7 +7,7 @@ blocks too (LLaVA takes the last but one of its vision tower) is found by puttin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, SparsebitError
 from sparsebit.graph.feeding import tracked
 from sparsebit.llm.blocks import Tower
 from sparsebit.llm.capture import (
@@ -30,6 +30,7 @@ from sparsebit.llm.capture import (
     wrapper,
 )
 from sparsebit.llm.data import Data
+from sparsebit.llm.skeleton import first_line
 from sparsebit.llm.sources import InMemory
 
 
@@ -43,8 +44,21 @@ class Relay:
         self.order = list(range(len(towers)))
         self.needed: dict[int, set[int]] = {}
         if len(towers) > 1:
-            self.order, self.needed = _Survey(source, self.batches[0]).found()
+            self.order, self.needed = self._surveyed()
         self.first = self._capture(self.order[0], [])
+
+    def _surveyed(self) -> tuple[list[int], dict[int, set[int]]]:
+        try:
+            return _Survey(self.source, self.batches[0]).found()
+        except (TypeError, ValueError, AttributeError) as error:  # of the model: an input is missing
+            if isinstance(error, SparsebitError):
+                raise
+            first = self.batches[0]
+            given = ", ".join(first) if isinstance(first, Mapping) else "a tensor of tokens"
+            raise CalibrationError(
+                f"batches: the model does not run on the first one, which is {given}: {type(error).__name__}: "
+                f"{first_line(error)}; pass batches of the model's processor"
+            ) from error
 
     @property
     def fitted(self) -> int:

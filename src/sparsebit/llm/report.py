@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,17 @@ from typing import Any
 from sparsebit.llm.blocks import Layout
 from sparsebit.llm.quality import Quality, advice
 from sparsebit.llm.readers import Row
+
+SHOWN, MUCH = 0.01, 0.1  # shares of the weights in the blocks that stay float: shown, and warned of
+
+
+def share_of(left: Mapping[str, int], quantized: int) -> float:
+    """Of the weights in the blocks, those that stay float."""
+    return sum(left.values()) / max(quantized + sum(left.values()), 1)
+
+
+def said_left(share: float, left: Mapping[str, int]) -> str:
+    return f"{share:.0%} of the weights in the blocks stay float, such as {next(iter(left))}"
 
 
 @dataclass(frozen=True)
@@ -22,9 +34,9 @@ class Report:
     sizes: dict[str, int] = field(repr=False)
     seconds: float = 0.0
     readers: tuple[Row, ...] = ()  # who runs it
-    left: tuple[
-        str, ...
-    ] = ()  # layers of the blocks that stay float: no reader has a place for them, or nothing calls them
+    left: dict[str, int] = field(
+        default_factory=dict, repr=False
+    )  # matrices in the blocks that stay float: weights
     measured: Quality | None = (
         None  # of the whole model; None without data, or where it gives no scores of tokens
     )
@@ -44,6 +56,11 @@ class Report:
     def sparsity(self) -> float | None:
         """The share of zeros that pruning made; None where weights were quantized."""
         return self._mean("sparsity") if any("sparsity" in a for a in self.layers.values()) else None
+
+    @property
+    def left_share(self) -> float:
+        """Of the weights in the blocks, those that stay float."""
+        return share_of(self.left, sum(self.sizes.values()))
 
     @property
     def warning(self) -> str:
@@ -73,8 +90,8 @@ class Report:
             kind = f"at {about['bits']} bits" if self.sparsity is None else "by zeros"
             lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
-        if self.left:
-            lines.append(f"  {len(self.left)} layers of the blocks stay float, such as {self.left[0]}")
+        if self.left_share > SHOWN:
+            lines.append(f"  {said_left(self.left_share, self.left)}")
         lines += [str(row) for row in self.readers]
         lines.append(
             str(self.measured or "perplexity was not measured: no calibration tokens to measure it on")

@@ -22,10 +22,11 @@ from sparsebit.llm.conserve import check_conserved
 from sparsebit.llm.data import Data, prepare
 from sparsebit.llm.experts import layer_sizes
 from sparsebit.llm.methods import IGNORES_DATA, METHODS, NEEDS_DATA, PRUNES, check_options
-from sparsebit.llm.plan import Grids, format_for, matrices, reorders
+from sparsebit.llm.plan import Grids, format_for, left_float, matrices, reorders
 from sparsebit.llm.quality import measure, quality_of
+from sparsebit.llm.readers import READERS
 from sparsebit.llm.relay import Ends, Relay
-from sparsebit.llm.report import Report
+from sparsebit.llm.report import MUCH, Report, said_left, share_of
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sensitivity import sensitivities
 from sparsebit.llm.sources import InMemory, open_source, tied_names
@@ -56,6 +57,7 @@ def quantize(
     towers: str | Sequence[str] | None = None,
     blocks: str | None = None,
     spill: str | Path | bool = False,
+    reader: str = "transformers",
     force: bool = False,
     progress: bool | None = None,
     **options: Any,
@@ -81,14 +83,16 @@ def quantize(
                 "all". None: both of an encoder-decoder; of a vision-language model the one that makes words.
     blocks      the path of the only ModuleList of blocks, where it is not found.
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
-    force       write a checkpoint that no reader but `llm.load` runs; without it such a run does not begin.
+    reader      the program that the checkpoint is for: "transformers", "vLLM" or "GPTQModel". The work does not begin
+                where that program would not run it.
+    force       begin all the same; `llm.load` runs everything that is written.
 
     The last sequences of `batches` (one of 16) are held back. On them the whole model is measured when it is done: see
     `Report.measured`. A run that was interrupted goes on when it is called again with the same arguments, and ends in
     the same bytes.
     """
     started = time.monotonic()
-    METHODS[method]
+    METHODS[method], READERS[reader]  # unknown names are errors
     bits, group_size, format = _defaults(method, bits, group_size, format, candidate_bits)
     asked = {
         "method": method, "bits": bits, "group_size": group_size, "symmetric": symmetric, "format": format,
@@ -102,9 +106,10 @@ def quantize(
     source = Rotated(source) if rotate else source
     layout, dtype = format_for(source, format), _scale_dtype(source.model)
     job = Job(method, {}, options, layout, dtype, true_sequential, match_float)
-    grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force)
+    grids = Grids(bits, group_size, symmetric is not False, candidate_bits, force, reader)
     certificate = _certificate(source, job, grids, decide=symmetric is None)
     asked["symmetric"] = all(spec.symmetric for spec in job.specs.values())
+    _warn_left(left_float(source, job.specs), certificate)
     certificate.sampled(None if data is None else [*data.fitted, *data.held])
     with spilling(spill) as folder:
         store = _work(source, data, job, (save, asked, folder, progress))
@@ -142,6 +147,13 @@ def _certificate(source: InMemory, job: Job, grids: Grids, decide: bool) -> Cert
     job.specs.clear()
     job.specs.update(specs)
     return found
+
+
+def _warn_left(left: dict[str, int], certificate: Certificate) -> None:
+    """Said before the long work: a large part of the blocks has no packed form that readers know."""
+    share = share_of(left, sum(layer.outputs * layer.inputs for layer in certificate.plan.layers.values()))
+    if share > MUCH:
+        log.warning("%s: readers have no packed form of it", said_left(share, left))
 
 
 def _work(source: InMemory, data: Data | None, job: Job, about: tuple[Any, ...]) -> Store:
@@ -197,11 +209,10 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
         for name, size in layer_sizes(block, source.naming(i)).items()
         if source.layout.prefix(i) + name in store.state["layers"]
     }
-    left = tuple(name for name in source.layout.names() if name not in job.specs)
     readers = certificate.rows(store.folder)
     store.note("readers", [row.facts() for row in readers])
     store.note("float_bytes", float_bytes(source))
-    facts = store.state.get("measured")
+    facts, left = store.state.get("measured"), left_float(source, job.specs)
     report = Report(
         store.folder, source.layout, job.method, store.state["layers"], sizes, seconds, tuple(readers), left,
         quality_of(facts) if facts else None, store.state["run"],

@@ -28,6 +28,15 @@ Text = Annotated[
     str | None,
     typer.Option("--data", metavar="FILE", help="a .txt file, or an .npy file of tokens", show_default=False),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)",
+        show_default=False,
+    ),
+]
 Length = Annotated[
     int | None,
     typer.Option(
@@ -45,7 +54,7 @@ def quantize(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="a new folder", show_default=False)
     ],
-    data: Text = None,
+    data: Data = None,
     samples: Annotated[int, typer.Option(min=1, help="sequences of the data that are used")] = 128,
     length: Length = None,
     resume: options.Resume = False,
@@ -102,6 +111,11 @@ def evaluate(
 
     with status("loading the model and the text"):
         tokens, model = read_tokens(data, source), load_model(source)
+    if model.config.is_encoder_decoder:
+        name = type(model).__name__
+        raise InputError(
+            f"{folder}: {name} reads one text and writes another; perplexity of one text is not defined"
+        )
     length = check_tokens(data, tokens, model.config, length)
     rows = [r for r in (tokens.split(length) if tokens.dim() == 1 else tokens) if len(r) > 1]
     total = sum(math.log(perplexity(model, r[None])) * (len(r) - 1) for r in tracked(rows, None, "measuring"))
@@ -179,12 +193,15 @@ def _batches(folder: Path, data: str, samples: int, length: int | None) -> list[
     from transformers import AutoConfig
 
     from sparsebit.cli.objects import call
-    from sparsebit.cli.text import check_tokens, read_tokens, windows
+    from sparsebit.cli.text import check_tokens, in_halves, is_batches, read_batches, read_tokens, windows
 
+    if is_batches(data):
+        return read_batches(data, samples)
     with status("reading the text"):
         tokens = read_tokens(data, folder)
     config = call(str(folder), lambda: AutoConfig.from_pretrained(folder))
-    return windows(tokens, check_tokens(data, tokens, config, length), samples)
+    found = windows(tokens, check_tokens(data, tokens, config, length), samples)
+    return in_halves(found) if config.is_encoder_decoder else found
 
 
 def _check_output(folder: Path, resume: bool) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.commands.llm import Folder, llm
-from sparsebit.cli.output import InputError, show
+from sparsebit.cli.output import InputError, show, show_error
 from sparsebit.cli.progress import start, status
+from sparsebit.errors import ReaderError
 
 
 @llm.command("export", epilog="Example: sparsebit llm export runs/w4 --gguf model.gguf --outtype q8_0")
@@ -51,8 +52,12 @@ def export(
     start()
     from sparsebit.llm.gguf import export_gguf
 
-    with status("writing the GGUF file"):
-        report = export_gguf(
-            source, gguf, tokenizer, outtype=outtype, name=name, pre=pre, overwrite=overwrite
-        )
+    words: dict[str, Any] = {"outtype": outtype, "name": name, "pre": pre, "overwrite": overwrite}
+    try:
+        with status("writing the GGUF file"):
+            report = export_gguf(source, gguf, tokenizer, **words)
+    except ReaderError as error:
+        show({"ok": False, "path": str(gguf), "error": str(error)}, str(error.report), json)
+        show_error(str(error))
+        raise typer.Exit(1) from None
     show({"ok": True, **report.as_dict()}, str(report), json)

@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from sparsebit.errors import ExportError
+from sparsebit.errors import ExportError, ReaderError
 from sparsebit.llm.gguf.architectures import TABLE, Architecture, architecture_of
+from sparsebit.llm.gguf.certificate import certify
 from sparsebit.llm.gguf.items import Item, items_of
 from sparsebit.llm.gguf.packing import EXACT
 from sparsebit.llm.gguf.rope import rope_tensors
 from sparsebit.llm.gguf.source import Source, open_model
 from sparsebit.llm.gguf.storing import KINDS, Stored, plan
 from sparsebit.llm.gguf.vocabulary import Vocabulary, open_tokenizer, read_vocabulary, without_tokens
+from sparsebit.llm.readers import Row
 from sparsebit.utils.files import whole_path
 
 ARCHITECTURES = {kind: known.name for kind, known in TABLE.items()}  # model_type -> llama.cpp's name
@@ -41,9 +43,11 @@ class GgufReport:
     kept: int  # solved layers whose codes are in the file as they were
     changed: dict[str, str] = field(default_factory=dict, repr=False)
     notes: list[str] = field(default_factory=list, repr=False)
+    reader: Row | None = None  # whether llama.cpp runs it
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "path": str(self.path)}
+        reader = self.reader.facts() if self.reader else None
+        return {**vars(self), "path": str(self.path), "reader": reader}
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.tensors.items())
@@ -57,7 +61,8 @@ class GgufReport:
         lines += [f"  {name}: {why}" for name, why in shown]
         if len(self.changed) > 3:
             lines.append(f"  and {len(self.changed) - 3} more")
-        return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
+        lines += [f"note         {note}" for note in self.notes]
+        return "\n".join([*lines, str(self.reader)] if self.reader else lines)
 
 
 def export_gguf(
@@ -71,6 +76,8 @@ def export_gguf(
     overwrite: bool = False,
 ) -> GgufReport:
     """Writes a model of transformers, its float folder, or a folder of `llm.quantize` as a GGUF file.
+
+    Where llama-cpp-python is installed, llama.cpp then runs the file; a ReaderError says that its logits are others.
 
     tokenizer   a folder, or a tokenizer of transformers; None: that of the model's folder; False: none.
     outtype     of float matrices: auto (bfloat16 stays, else float16), f32, f16, bf16, q8_0, q4_0 or q4_1. Packed
@@ -87,7 +94,8 @@ def export_gguf(
     architecture = architecture_of(source.config)
     notes = architecture.notes(source.config)
     vocabulary = _vocabulary(source, tokenizer, pre)
-    items = list(_items(gguf, source, architecture))
+    whole = source.model()
+    items = list(_items(gguf, source.config, whole, architecture))
     stored = [plan(file_name, item, outtype) for file_name, item in items]
     keys = _general(source, name, stored, vocabulary)
     keys |= architecture.metadata(source.config) | vocabulary.metadata() | source.ends(vocabulary.keys)
@@ -98,7 +106,7 @@ def export_gguf(
     kinds: dict[str, int] = {}
     for entry in stored:
         kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
-    return GgufReport(
+    report = GgufReport(
         path=path,
         architecture=architecture.name,
         tokenizer=str(vocabulary),
@@ -107,7 +115,13 @@ def export_gguf(
         kept=sum(entry.change == EXACT for entry in packed),
         changed={e.name: f"{e.kind}, {e.change}: {e.why}" for e in stored if e.change != EXACT},
         notes=notes + vocabulary.notes,
+        reader=certify(path, whole),
     )
+    if report.reader and report.reader.state == "failed":
+        raise ReaderError(
+            f"{path}: {report.reader}. The file is kept; please report the model's name", report
+        )
+    return report
 
 
 def to_gguf(model: Any, path: str | Path, tokenizer: Any = None) -> GgufReport:
@@ -145,14 +159,15 @@ def _vocabulary(source: Source, tokenizer: Any, pre: str | None) -> Vocabulary:
     return read_vocabulary(open_tokenizer(where), rows, pre)
 
 
-def _items(gguf: Any, source: Source, architecture: Architecture) -> Iterator[tuple[str, Item]]:
+def _items(
+    gguf: Any, config: Any, model: nn.Module, architecture: Architecture
+) -> Iterator[tuple[str, Item]]:
     """Every tensor of the model under its name in the file."""
-    config = source.config
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     embeddings: Item | None = None
     head = False
-    for old, item in items_of(source.model()):
+    for old, item in items_of(model):
         for new, value in architecture.rewrite(old, item, config):
             found = names.get_name(new, try_suffixes=(".weight", ".bias"))
             if found is None:
