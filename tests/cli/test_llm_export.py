@@ -18,7 +18,7 @@ for package in ("transformers", "gguf"):
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / part) for part in ("llm", "zoo")]
 __import__("zoo_shim").install()
 files = importlib.import_module("gguf_files")
-ARCHITECTURES = importlib.import_module("architectures").ARCHITECTURES
+ARCHITECTURES = importlib.import_module("tiny_transformers").ARCHITECTURES
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed (pip install gg
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "zoo")]
 __import__("zoo_shim").install()
 files = importlib.import_module("gguf_files")
-ARCHITECTURES = importlib.import_module("architectures").ARCHITECTURES
+ARCHITECTURES = importlib.import_module("tiny_transformers").ARCHITECTURES
 
 
 def read(path: Path) -> tuple[dict, dict]:

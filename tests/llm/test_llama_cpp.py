@@ -28,7 +28,7 @@ for package in ("transformers", "gguf", "llama_cpp"):
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).resolve().parents[1] / "zoo")]
 __import__("zoo_shim").install()
 files = importlib.import_module("gguf_files")
-tiny = importlib.import_module("architectures")
+tiny = importlib.import_module("tiny_transformers")
 ARCHITECTURES = tiny.ARCHITECTURES
 # what llama.cpp has built in: no windows, normed weights of experts, no shared heads
 CHANGES = {
