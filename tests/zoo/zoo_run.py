@@ -19,10 +19,18 @@ from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.costs import measure
 
 # Run by `make test`: small, and of different kinds. The rest needs half an hour and is run by `make zoo`.
-SAMPLE = """torchvision-resnet18 torchvision-mobilenet_v3_small torchvision-shufflenet_v2_x1_0
-    timm-vit_tiny_patch16_224 timm-convnext_atto timm-ghostnet_050
-    transformers-llama-ForCausalLM transformers-gpt2-ForCausalLM transformers-bert-ForSequenceClassification
-    transformers-t5""".split()
+SAMPLE = [
+    "torchvision-resnet18",
+    "torchvision-mobilenet_v3_small",
+    "torchvision-shufflenet_v2_x1_0",
+    "timm-vit_tiny_patch16_224",
+    "timm-convnext_atto",
+    "timm-ghostnet_050",
+    "transformers-llama-ForCausalLM",
+    "transformers-gpt2-ForCausalLM",
+    "transformers-bert-ForSequenceClassification",
+    "transformers-t5",
+]
 LEAST_SHARE = 0.95  # of the MACs quantized
 CONFIG = QuantConfig.load("w8a8").override("A.RNN_STATE", True)
 
