@@ -70,7 +70,7 @@ bench: $(READY)
 docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# All models of torchvision, timm and transformers; `make test` runs ten of them.
+# All models of torchvision, timm and transformers; `make test` runs eight of them.
 zoo: $(READY)
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal -m '' tests/zoo
 	@$(PY) tests/zoo/make_table.py

@@ -22,10 +22,8 @@ from sparsebit.quantization.tools.costs import measure
 SAMPLE = [
     "torchvision-resnet18",
     "torchvision-mobilenet_v3_small",
-    "torchvision-shufflenet_v2_x1_0",
     "timm-vit_tiny_patch16_224",
     "timm-convnext_atto",
-    "timm-ghostnet_050",
     "transformers-llama-ForCausalLM",
     "transformers-gpt2-ForCausalLM",
     "transformers-bert-ForSequenceClassification",
