@@ -140,8 +140,15 @@ def convert(args: argparse.Namespace, as_file: bool, bits: dict[str, Any]) -> fl
     with tempfile.TemporaryDirectory(dir=beside, prefix=".convert-") as scratch:
         folder = Path(scratch) if as_file or args.save is None else Path(args.save)
         report = llm.quantize(
-            model_dir, batches, save=folder, group_size=args.groupsize, symmetric=False, damping=args.percdamp, **bits
-        )  # fmt: skip
+            model_dir,
+            batches,
+            save=folder,
+            group_size=args.groupsize,
+            symmetric=False,
+            damping=args.percdamp,
+            force=True,  # the scripts of this folder read it, whether or not other programs can
+            **bits,
+        )
         if as_file:
             write_legacy(to_legacy(llm.load(folder)), args.save)
             report = replace(report, folder=Path(args.save))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 __all__ = [
     "QuantConfig",
     "QuantModel",
@@ -21,6 +21,29 @@ __all__ = [
     "quantize",
     "verify",
 ]
+
+_OLDEST_TORCH = (2, 8)  # as in pyproject.toml
+
+
+def _check_torch() -> None:
+    """An old torch fails here, in one line. Its version is read from a file: importing torch takes seconds."""
+    import re
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:  # `import torch` will tell
+        return
+    file = Path(torch.origin).with_name("version.py")
+    found = re.search(r"^__version__ = '((\d+)\.(\d+).*)'", file.read_text() if file.is_file() else "", re.M)
+    if found and (int(found[2]), int(found[3])) < _OLDEST_TORCH:
+        raise ImportError(
+            f"sparsebit {__version__} needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, but torch {found[1]} "
+            f"is installed: pip install --upgrade torch"
+        )
+
+
+_check_torch()
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,4 +1,4 @@
-"""The first hour of a new user: install the wheel, and use the real command in a pseudo-terminal.
+"""The first hour of a new user: install the wheel into a clean venv, and use the real command in a pseudo-terminal.
 
 Nothing is downloaded; screenshots go to SPARSEBIT_SCREENSHOTS, or into the test's own folder.
 """
@@ -12,13 +12,16 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, dom, screenshot
 from cli_files import fill
+from llm_files import tiny_llama
 
 pty = pytest.importorskip("pty")
 pytestmark = pytest.mark.slow
@@ -30,16 +33,15 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 class Terminal:
     """Types a command line; what comes back is what a person sees, without colours."""
 
-    def __init__(self, folder: Path, packages: Path):
-        self.folder, self.packages = folder, packages
+    def __init__(self, folder: Path, venv: Path):
+        self.folder, self.venv, self.python = folder, venv, venv / "bin/python"
 
     def type(self, line: str, timeout: int = 150) -> tuple[int, str]:
         master, slave = pty.openpty()
-        env = {
-            **os.environ, "PYTHONPATH": str(self.packages), "TERM": "xterm", "COLUMNS": "200", "LINES": "50",
-            "OMP_NUM_THREADS": "1",  # two threads beside a busy core are slower than one
-            "PATH": os.pathsep.join([str(self.packages / "bin"), os.environ["PATH"]]),
-        }  # fmt: skip
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env |= {"TERM": "xterm", "COLUMNS": "200", "LINES": "50", "VIRTUAL_ENV": str(self.venv)}
+        env["OMP_NUM_THREADS"] = "1"  # two threads beside a busy core are slower than one
+        env["PATH"] = os.pathsep.join([str(self.venv / "bin"), os.environ["PATH"]])
         process = subprocess.Popen(
             line,
             shell=True,
@@ -76,41 +78,50 @@ def _collect(master: int, shown: bytearray) -> None:
         shown.extend(part)
 
 
+# The wheel of torchvision in the test environment does not load beside a CPU torch: here it is not installed.
+NO_TORCHVISION = "import sys\nsys.modules['torchvision'] = None\n"
+
+
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory) -> Terminal:
-    """The wheel, built and installed as pip does it, into a folder of its own."""
+    """A venv with the wheel, installed by pip. Its dependencies are those of the test environment: no network."""
     installed = {d.name for d in importlib.metadata.distributions()}
-    for package in {
-        "hatchling",
-        "pip",
-    } - installed:  # not find_spec: looking for pip disables setuptools' distutils
+    for package in sorted(
+        {"hatchling", "pip"} - installed
+    ):  # find_spec("pip") would disable setuptools' distutils
         pytest.skip(f"building and installing the wheel needs {package}")
     folder = tmp_path_factory.mktemp("hour")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = (folder / "dist").glob("sparsebit-*.whl")
-    install = [
+    venv.create(folder / "venv", symlinks=True)
+    shell = Terminal(folder / "work", folder / "venv")
+    pip = [
         sys.executable,
         "-m",
         "pip",
+        "--python",
+        str(shell.python),
         "install",
-        "--no-deps",
-        "--no-index",
         "--disable-pip-version-check",
     ]
-    subprocess.run([*install, "--target", str(folder / "site"), str(wheel)], check=True, capture_output=True)
-    (folder / "work").mkdir()
-    return Terminal(folder / "work", folder / "site")
+    subprocess.run([*pip, "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    (site,) = (folder / "venv/lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (site / "sitecustomize.py").write_text(NO_TORCHVISION)
+    shell.folder.mkdir()
+    return shell
 
 
 def test_the_wheel_is_what_runs(terminal):
     code = "import sparsebit; print(sparsebit.__file__)"
-    assert str(terminal.packages) in terminal.good(f"{sys.executable} -c '{code}'")
-    assert (terminal.packages / "sparsebit/py.typed").exists()
+    file = Path(terminal.good(f"python -c '{code}'").strip())
+    assert file.is_relative_to(terminal.venv) and file.with_name("py.typed").exists()
+    assert Path(terminal.good("which sparsebit").strip()) == terminal.venv / "bin/sparsebit"
     shown = terminal.good("sparsebit --help")
     assert "quantize" in shown and "llm" in shown
     version = terminal.good("sparsebit --version")
-    assert version == terminal.good(f"{sys.executable} -m sparsebit --version") and version.strip()
+    assert version == terminal.good("python -m sparsebit --version") and version.strip()
 
 
 def test_demo(terminal):
@@ -143,6 +154,25 @@ def first_hour(terminal: Terminal, words: str, run: str) -> None:
     shown = terminal.good(f"sparsebit verify {run}/model.onnx")
     assert re.search(r"^certificate +holds", shown, re.M)
     assert f"wrote {run}/report.html" in terminal.good(f"sparsebit report {run}")
+
+
+def test_a_language_model(terminal, tmp_path):
+    """A LLaMA with random weights, two blocks: quantized, measured, asked, and its report opened."""
+    need("transformers", "accelerate", "compressed_tensors")
+    tiny_llama(terminal.folder)
+    words = "model --data text.txt --bits 4 --group-size 32 --length 32 --samples 8"
+    shown = terminal.good(f"sparsebit llm quantize {words} -o runs/w4")
+    assert re.search(r"^perplexity +[\d.]+", shown, re.M)
+    assert "perplexity" in terminal.good("sparsebit llm eval runs/w4 --data text.txt --length 32")
+    shown = terminal.good("sparsebit llm chat runs/w4 --prompt 'the cat' --max-tokens 5")
+    assert "the cat" in shown
+    assert "wrote runs/w4/report.html" in terminal.good("sparsebit report runs/w4")
+    code, shown = terminal.type("sparsebit llm quantize modle --data text.txt -o runs/none")
+    assert code == 2 and "modle" in shown.strip().splitlines()[-1]
+    if CHROMIUM is None:
+        pytest.skip("the rest needs chromium (Debian: apt-get install chromium)")
+    text = dom(terminal.folder / "runs/w4/report.html", tmp_path, (1200, 2600))
+    assert "Perplexity" in text and "model.layers.1.mlp.down_proj" in text
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,9 @@ for kernel in (kernels._multiply, kernels._dequantize):
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which comes with a torch for GPUs"
+)
 def test_the_interpreted_kernels_compute_the_formula():
     env = {**os.environ, "TRITON_INTERPRET": "1"}  # read when triton is imported: hence a process of its own
     done = subprocess.run([sys.executable, "-c", CHECK], env=env, capture_output=True, text=True)
@@ -84,7 +86,9 @@ def test_the_interpreted_kernels_compute_the_formula():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which comes with a torch for GPUs"
+)
 def test_they_compile_for_a_gpu(tmp_path):
     """Without one: machine code comes out, which says nothing about what it computes."""
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

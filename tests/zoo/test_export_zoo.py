@@ -16,17 +16,16 @@ import zoo_shim
 import zoo_timm
 import zoo_torchvision
 import zoo_transformers
-from zoo_run import CONFIG, Case, joined, waken
+from zoo_run import CONFIG, Case, joined, params, waken
 
 from kernel_counts import announced, computed
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.preflight import preflight
 
-pytestmark = pytest.mark.zoo
 CASES = [*zoo_torchvision.CASES, *zoo_timm.CASES, *zoo_transformers.CASES]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.package}-{case.name}")
+@pytest.mark.parametrize("case", params(CASES))
 @pytest.mark.filterwarnings("ignore")  # of the packages themselves
 def test_the_file_is_right_and_as_announced(case: Case, tmp_path: Path) -> None:
     if find_spec(case.package) is None:

@@ -12,14 +12,13 @@ import zoo_shim
 import zoo_timm
 import zoo_torchvision
 import zoo_transformers
-from zoo_run import difference, forward, joined, waken
+from zoo_run import Case, difference, forward, joined, params, waken
 
 from sparsebit.sparse.allocate import uniform
 from sparsebit.sparse.compacting import compact
 from sparsebit.sparse.prune import walk_of
 from sparsebit.sparse.surgery import Cut
 
-pytestmark = pytest.mark.zoo
 CASES = [*zoo_torchvision.CASES, *zoo_timm.CASES, *zoo_transformers.CASES]
 ALL = {f"{case.package}-{case.name}": case for case in CASES}
 TORCHVISION = """resnet18 resnet50 resnext50_32x4d densenet121 mobilenet_v2 mobilenet_v3_small efficientnet_b0
@@ -48,10 +47,9 @@ MORE_LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", params(ALL[name] for name in NAMES))
 @pytest.mark.filterwarnings("ignore")  # of the packages themselves
-def test_half_of_the_channels_go(name: str) -> None:
-    case = ALL[name]
+def test_half_of_the_channels_go(case: Case) -> None:
     if find_spec(case.package) is None:
         pytest.skip(f"{case.package} is not installed")
     zoo_shim.install()
@@ -66,7 +64,9 @@ def test_half_of_the_channels_go(name: str) -> None:
     error = difference(forward(cut.masked(), batches[1]), forward(small, batches[1]))
     assert error <= 1e-4, f"differs from the masked model by {error:.2g}"
     left = parameters(small) / parameters(model)
-    assert left <= MORE_LEFT.get(name, (LEFT, ""))[0], f"{left:.2f} of the parameters are left"
+    assert left <= MORE_LEFT.get(f"{case.package}-{case.name}", (LEFT, ""))[0], (
+        f"{left:.2f} of the parameters are left"
+    )
 
 
 def parameters(model: Any) -> int:

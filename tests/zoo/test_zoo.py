@@ -12,9 +12,8 @@ import pytest
 import zoo_timm
 import zoo_torchvision
 import zoo_transformers
-from zoo_run import LEAST_SHARE, Case, run
+from zoo_run import LEAST_SHARE, SAMPLE, Case, params, run
 
-pytestmark = pytest.mark.zoo
 LISTS = {"torchvision": zoo_torchvision.CASES, "timm": zoo_timm.CASES, "transformers": zoo_transformers.CASES}
 ALL = [case for cases in LISTS.values() for case in cases]
 
@@ -25,7 +24,12 @@ def test_the_zoo_is_large_enough(package: str, least: int) -> None:
     assert len(names) == len(set(names)) >= least
 
 
-@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.package}-{case.name}")
+def test_the_sample_is_part_of_the_zoo() -> None:
+    names = {f"{case.package}-{case.name}" for case in ALL}
+    assert set(SAMPLE) <= names and {name.split("-")[0] for name in SAMPLE} == set(LISTS)
+
+
+@pytest.mark.parametrize("case", params(ALL))
 @pytest.mark.filterwarnings("ignore")  # of the packages themselves
 def test_zoo(case: Case) -> None:
     if find_spec(case.package) is None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import zoo_shim
 from torch import Tensor, nn
@@ -17,6 +18,17 @@ from sparsebit import QuantConfig
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.costs import measure
 
+# Run by `make test`: small, and of different kinds. The rest needs half an hour and is run by `make zoo`.
+SAMPLE = [
+    "torchvision-resnet18",
+    "torchvision-mobilenet_v3_small",
+    "timm-vit_tiny_patch16_224",
+    "timm-convnext_atto",
+    "transformers-llama-ForCausalLM",
+    "transformers-gpt2-ForCausalLM",
+    "transformers-bert-ForSequenceClassification",
+    "transformers-t5",
+]
 LEAST_SHARE = 0.95  # of the MACs quantized
 CONFIG = QuantConfig.load("w8a8").override("A.RNN_STATE", True)
 
@@ -29,6 +41,15 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     batch: Callable[[], Any]
+
+
+def params(cases: Iterable[Case]) -> list[Any]:
+    """As arguments of a test: those outside of SAMPLE are for `make zoo`."""
+    found = {f"{case.package}-{case.name}": case for case in cases}
+    return [
+        pytest.param(case, id=name, marks=[] if name in SAMPLE else pytest.mark.zoo)
+        for name, case in found.items()
+    ]
 
 
 @dataclass(frozen=True)

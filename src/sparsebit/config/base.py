@@ -366,5 +366,9 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
                 value._mark(frozen)
 
 
+# As an object: pydantic before 2.12 reads a text as if it stood in the module of each subclass.
+Config.__annotations__["__pydantic_extra__"] = dict[str, Annotated[Any, PlainValidator(_read_extra)]]
+
+
 def _plain(value: Config | NewKey) -> Any:
     return value.to_dict() if isinstance(value, Config) else plain(value.value)

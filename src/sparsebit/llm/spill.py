@@ -28,7 +28,7 @@ class Spilled(Sequence[Tensor]):
             return [self[i] for i in range(*index.indices(self.length))]
         if not -self.length <= index < self.length:
             raise IndexError(index)
-        return torch.load(self._path(index % self.length))
+        return torch.load(self._path(index % self.length), weights_only=True)
 
     def __setitem__(self, index: int, value: Tensor) -> None:
         torch.save(value.contiguous(), self._path(index))

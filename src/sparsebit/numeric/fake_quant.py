@@ -38,7 +38,7 @@ def fake_quantize(
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
     )
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling():
         wants_grad = True  # the traceable formula; chunks and .item() are for eager mode only
     if wants_grad:
         return _FakeQuantize.apply(x, scale, zero_point, spec.qmin, spec.qmax, spec.axis, grad_scale)
@@ -126,7 +126,7 @@ class _FakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero_point)
         ctx.args = qmin, qmax, axis, grad_scale
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling():
             s, z = _aligned(x, scale, zero_point, axis)
             z = z.round()
             return ((x.to(s.dtype) / s).round().clamp(qmin - z, qmax - z) * s).to(x.dtype)
