@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import assets
+import figures
 import sparsebit
 from sparsebit.quantization.observers import OBSERVERS_MAP
 
@@ -89,17 +90,27 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["cifar", "mobilenet"])
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 32, 44])
+    parser.add_argument("--rows", nargs="+", help="only these; all, if left out")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the figures in docs/figures/accuracy_WHAT.json"
+    )
     args = parser.parse_args()
+    start, rows = figures.started(), []
     if assets.MISSING:
         sys.exit(assets.MISSING)
     print(f"torch {torch.__version__}; top-1 %, SQNR of the logits in dB")
     if args.what == "mobilenet":
-        for name, top1, db in mobilenet(mobilenet_configs()):
-            print(f"MobileNetV2  {name:28s} {top1:6.2f} {db:6.2f}", flush=True)
-        return
-    for depth in args.depths:
-        for name, top1, db in cifar(depth, sorted(OBSERVERS_MAP)):
-            print(f"ResNet-{depth}  {name:16s} {top1:6.2f} {db:6.2f}", flush=True)
+        configs = mobilenet_configs()
+        found = {"MobileNetV2": mobilenet({name: configs[name] for name in args.rows or configs})}
+    else:
+        found = {f"ResNet-{depth}": cifar(depth, args.rows or sorted(OBSERVERS_MAP)) for depth in args.depths}
+    for model, measured in found.items():
+        for name, top1, db in measured:
+            print(f"{model}  {name:28s} {top1:6.2f} {db:6.2f}", flush=True)
+            row = {"model": model, "setting": name, "top1": round(top1, 2)}
+            rows.append(row if name == "float" else {**row, "sqnr": round(db, 2)})
+    if args.save:
+        figures.save(f"accuracy_{args.what}", rows, start)
 
 
 if __name__ == "__main__":

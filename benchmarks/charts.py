@@ -1,6 +1,6 @@
 """Charts and tables of the pages, made from the figures in docs/figures/.
 
-    python benchmarks/charts.py            # rewrite docs/pictures/*.svg and the tables between <!-- table: ... --> marks
+    python benchmarks/charts.py     # rewrite docs/pictures/*.svg and the tables between <!-- table: ... --> marks
 
 tests/test_figures.py fails where a page or a picture does not say what the figures say.
 """
@@ -22,7 +22,7 @@ OURS, OTHERS = "#0b7285", "#adb5bd"
 ROW, LEFT, WIDTH, TOP = 24, 190, 640, 44
 
 
-# -- charts -----------------------------------------------------------------------------------------------------------------
+# -- charts -----------------------------------------
 def bars(title: str, rows: list[tuple[str, float, str, bool]]) -> str:
     """An SVG with one horizontal bar per row: (name, value, text beside the bar, is it ours)."""
     most = max(value for _, value, _, _ in rows)
@@ -80,7 +80,7 @@ CHARTS: dict[str, Callable[[], str]] = {
 }
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------------
+# -- tables -----------------------------------------
 TOOLS = {
     "float": "float",
     "sparsebit": "Sparsebit",

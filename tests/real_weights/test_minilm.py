@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebit
-from minilm import batches, by_length, missing, minilm, pairs, pooled, ranks, spearman
+from minilm import batches, by_length, minilm, missing, pairs, pooled, ranks, spearman
 
 FLOAT = 0.8672  # measured, shared/assets/README.md
 
