@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -185,8 +186,6 @@ ROWS = {  # name of the row: what writes it
 
 # -- W8A8: judged here, all alike -----------------------------------------
 def w8a8(args: argparse.Namespace) -> None:
-    import torch
-
     import assets
     import figures
     import zoo_speed
@@ -206,26 +205,14 @@ def w8a8(args: argparse.Namespace) -> None:
         reference = assets.logits(net, x, 25)
         rows.append({"tool": "float", "top1": round(assets.top1(reference, y), 2)})
         for name in args.rows:
-            peer = ROWS[name].__name__
-            python = sys.executable if peer == "sparsebit" else python_of(peer, args.venvs)
-            command = [python, __file__, "--write", name, str(folder)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                last = (done.stderr.strip() or "no message").splitlines()[-1]
-                rows.append({"tool": name, "failed": last[:200]})
-                print(f"{name}: failed\n{done.stderr[-3000:]}", flush=True)
-                continue
-            file = folder / f"{name}.onnx"
-            if file.is_file():
-                session = zoo_speed.session(file)
-                key = session.get_inputs()[0].name
-                parts = [session.run(None, {key: part.numpy()})[0] for part in x.split(25)]
-                got = torch.from_numpy(np.concatenate(parts))
-            else:
-                got = torch.from_numpy(np.load(folder / f"{name}.npy"))[: len(x)]
-            row = {"tool": name, "version": version(python, peer), "top1": round(assets.top1(got, y), 2)}
-            rows.append({**row, "sqnr": round(assets.sqnr(reference, got), 2)})
-            print(rows[-1], flush=True)
+            row, got = judged(name, folder, x, args.venvs, environment)
+            if got is not None:
+                row["top1"], row["sqnr"] = (
+                    round(assets.top1(got, y), 2),
+                    round(assets.sqnr(reference, got), 2),
+                )
+            rows.append(row)
+            print(row, flush=True)
         files = {row["tool"]: folder / f"{row['tool']}.onnx" for row in rows}
         files = {name: file for name, file in files.items() if file.is_file()}
         best = zoo_speed.best_times(files, {"x": x[:1].numpy()}, args.seconds)
@@ -240,6 +227,33 @@ def w8a8(args: argparse.Namespace) -> None:
         print(figures.save("peers_w8a8", rows, start))
 
 
+def judged(
+    name: str, folder: Path, x: Any, venvs: Path, environment: dict[str, str]
+) -> tuple[dict[str, Any], Any]:
+    """The row of one tool, and what its file (or its simulation) gives for `x`; None where it failed."""
+    import torch
+
+    import zoo_speed
+
+    peer = ROWS[name].__name__
+    python = sys.executable if peer == "sparsebit" else python_of(peer, venvs)
+    row = {"tool": name, "version": version(python, peer)}
+    file, simulated = folder / f"{name}.onnx", folder / f"{name}.npy"
+    if not (file.is_file() or simulated.is_file()):
+        command = [python, __file__, "--write", name, str(folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name} failed:\n{done.stderr[-3000:]}", flush=True)
+            return {**row, "failed": (done.stderr.strip() or "no message").splitlines()[-1][:200]}, None
+    if simulated.is_file():
+        return row, torch.from_numpy(np.load(simulated))[: len(x)]
+    session = zoo_speed.session(file)
+    key = session.get_inputs()[0].name
+    return row, torch.from_numpy(
+        np.concatenate([session.run(None, {key: p.numpy()})[0] for p in x.split(25)])
+    )
+
+
 def version(python: str, peer: str) -> str:
     distribution = {"modelopt": "nvidia-modelopt"}.get(peer, peer)
     code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
@@ -248,18 +262,20 @@ def version(python: str, peer: str) -> str:
 
 # -- the others: our own scripts, in the venv of the tool -----------------------------------------
 def script(args: argparse.Namespace) -> None:
-    """Run one of our benchmarks beside a peer; it keeps the figures itself."""
+    """Run one of our benchmarks beside a peer. It keeps the figures itself, unless there are options to try it out."""
     commands = {
-        "pruning": ["pruning.py", "--methods", "torch-pruning", "l2norm", "l2norm, fast", "--save"],
-        "qat": ["qat_speed.py", "--save"],
-        "llm": ["llm.py", "smollm2", "--rows", "rtn", "gptq", "--save"],
+        "pruning": ["pruning.py", "--methods", "torch-pruning", "l2norm", "l2norm, fast"],
+        "qat": ["qat_speed.py"],
+        "llm": ["llm.py", "smollm2", "--rows", "rtn", "gptq"],
     }
     name, *options = commands[args.job]
     peer = {"pruning": "torch-pruning", "qat": "brevitas", "llm": "llmcompressor"}[args.job]
     python = python_of(peer, args.venvs)
     if args.job == "llm":
         python, options = sys.executable, [*options, "--peer", python]
-    subprocess.run([python, str(HERE / name), *options], check=True)
+    subprocess.run(
+        [python, str(HERE / name), *options, *(shlex.split(args.options) or ["--save"])], check=True
+    )
 
 
 def main() -> None:
@@ -277,7 +293,10 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="of w8a8")
     parser.add_argument("--images", type=int, help="fewer, to try it out; nothing is kept")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing")
-    parser.add_argument("--folder", help="keep the files here")
+    parser.add_argument("--folder", help="keep the files here, and take those that are here")
+    parser.add_argument(
+        "--options", default="", help="of the other jobs' script, to try it out; nothing is kept"
+    )
     args = parser.parse_args()
     w8a8(args) if args.job == "w8a8" else script(args)
 
