@@ -156,7 +156,21 @@ def peers_w8a8(chinese: bool) -> str:
     return figures.table(header, rows)
 
 
-TABLES: dict[str, Callable[[bool], str]] = {"five models": five_models, "peers w8a8": peers_w8a8}
+def accuracy(name: str) -> Callable[[bool], str]:
+    def make(chinese: bool) -> str:
+        shown = lambda row: f"{row['sqnr']:.1f}" if "sqnr" in row else ""
+        rows = [[row["setting"], f"{row['top1']:.2f}", shown(row)] for row in figures.load(name)["rows"]]
+        return figures.table(["设置" if chinese else "setting", "top-1 %", "SQNR, dB"], rows)
+
+    return make
+
+
+TABLES: dict[str, Callable[[bool], str]] = {
+    "five models": five_models,
+    "peers w8a8": peers_w8a8,
+    "accuracy mobilenet": accuracy("accuracy_mobilenet"),
+    "accuracy presets": accuracy("accuracy_presets"),
+}
 
 
 def with_tables(page: Path) -> str:
