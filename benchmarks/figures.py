@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "figures"
 PACKAGES = ("torch", "onnx", "onnxruntime", "transformers")
+QUIET = 0.1  # cores that other work may take while times are measured
 SETS = ("avx512_vnni", "avx_vnni", "avx512f", "avx2")  # the first one that the CPU has is named
 
 
@@ -77,6 +78,17 @@ def save(name: str, rows: list[dict[str, Any]], start: dict[str, Any], **more: A
 def load(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
     return found
+
+
+def caption(stored: dict[str, Any]) -> str:
+    """When, with what and where: a line under a table."""
+    packages = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    busy = (
+        ""
+        if stored["others"] <= QUIET
+        else f" Other work took {stored['others']} cores: the times are not final."
+    )
+    return f"Measured {stored['date']} at {stored['commit']}: {stored['cpu']}; {packages}.{busy}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

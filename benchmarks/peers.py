@@ -115,7 +115,6 @@ def brevitas(folder: Path, name: str) -> None:
     import assets
 
     images = calibration()
-    example = images[:2]
     model = quantize(preprocess_for_quantize(assets.mobilenet_v2(), trace_model=True))
     with torch.no_grad():
         with calibration_mode(model):
@@ -125,15 +124,8 @@ def brevitas(folder: Path, name: str) -> None:
             for part in images.split(25):
                 model(part)
     model.eval()
-    axes = {"x": {0: "batch"}}
-    export_onnx_qcdq(
-        model,
-        example,
-        export_path=str(folder / f"{name}.onnx"),
-        input_names=["x"],
-        dynamic_axes=axes,
-        dynamo=False,
-    )
+    names = {"input_names": ["x"], "output_names": ["y"], "dynamic_axes": {"x": {0: "batch"}}}
+    export_onnx_qcdq(model, images[:2], export_path=str(folder / f"{name}.onnx"), dynamo=False, **names)
 
 
 def torchao(folder: Path, name: str) -> None:
