@@ -19,7 +19,7 @@ from figures import ROOT
 PAGES = [ROOT / "README.md", ROOT / "README_zh-CN.md", ROOT / "docs" / "benchmarks.md"]
 PICTURES = ROOT / "docs" / "pictures"
 OURS, OTHERS = "#0b7285", "#adb5bd"
-ROW, LEFT, WIDTH, TOP = 24, 190, 640, 44
+ROW, LEFT, WIDTH, TOP = 24, 250, 720, 44
 
 
 # -- charts -----------------------------------------

@@ -190,6 +190,7 @@ def main() -> None:
         spent = f"{about['bits']} bits, {about['seconds']:.0f} s, {about['cpu']:.0f} s CPU"
         print(f"{name:28s} {figure:8.3f}  KL {kl:.4f}  {spent}", flush=True)
         row = {"row": name, "perplexity": round(figure, 3), "kl": round(kl, 4)}
+        row |= {"version": about["version"]} if "version" in about else {}  # of the peer
         rows.append({**row, "bits": float(about["bits"]), "cpu_seconds": round(about["cpu"])})
     if args.save:
         figures.save(f"llm_{args.model}", rows, start)
