@@ -47,6 +47,6 @@ def test_a_table_is_put_between_its_marks():
 
 
 def test_bars_grow_with_their_values():
-    drawn = charts.bars("t < u", [("a", 1.0, "one", True), ("b", 2.0, "two", False)])
+    drawn = charts.bars("t < u", [("a", 1.0, "one", True), ("b", 2.0, "two", False)], "n")
     widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', drawn)]
     assert widths[1] == pytest.approx(2 * widths[0]) and "t &lt; u" in drawn
