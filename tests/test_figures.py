@@ -10,6 +10,7 @@ import pytest
 import charts
 import figures
 from docs_pages import ROOT, name_of
+from sparsebit.quantization.presets import presets
 
 STORED = sorted(figures.FOLDER.glob("*.json"))
 
@@ -38,6 +39,13 @@ def test_figures_say_where_they_are_from(file):
     script = found["command"].split()[1]
     assert (ROOT / script).is_file()
     assert file.stem in {stored for stored, _ in charts.TABLES.values()}
+
+
+def test_every_preset_has_a_reason():
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    rows = [line for line in text.partition("## Why each preset")[2].splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert not set(presets()) - named
 
 
 def test_a_table_is_put_between_its_marks():
