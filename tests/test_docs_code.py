@@ -103,12 +103,15 @@ def test_blocks_are_found_with_their_needs(tmp_path):
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
 def test_translations_show_the_same_code(page):
-    """Comments may be translated; what runs is the same."""
+    """Comments may be translated; what runs, and what it prints, is the same."""
     ours, theirs = blocks_of(page), blocks_of(TRANSLATED[page])
     assert [ast.dump(ast.parse(b.code)) for b in ours] == [ast.dump(ast.parse(b.code)) for b in theirs]
     commands = [[b.code for b in blocks_of(p, "bash")] for p in (page, TRANSLATED[page])]
     mine, original = ([re.sub(r" *#.*", "", code) for code in found] for found in commands)
     assert mine == original
+    lines = [[b.code for b in blocks_of(p, "console")] for p in (page, TRANSLATED[page])]
+    assert lines[0] == lines[1]
+    assert shown_output(page) == shown_output(TRANSLATED[page])
 
 
 def test_shown_output_is_compared_without_its_figures():
