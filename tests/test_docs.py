@@ -113,12 +113,11 @@ def test_every_sparser_is_explained(own_registries):
     assert not [key for key in SparserConfig.model_fields if f"| `{key.upper()}` |" not in text]
 
 
-def test_the_passes_are_drawn_in_their_order():
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/zh/concepts.md"])
+def test_the_passes_are_drawn_in_their_order(page):
     from sparsebit.quantization.pipeline import PIPELINE
 
-    drawn = re.search(
-        r"```text\n(.*?)```", (ROOT / "docs/concepts.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    drawn = re.search(r"```text\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names = [step.name for step in PIPELINE]
     assert drawn is not None
     assert [word for word in re.findall(r"\w+", drawn[1]) if word in names] == names
