@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py cifar        ResNet-20/32/44 on all of CIFAR-10 test, 256 training images
     python benchmarks/accuracy.py mobilenet    MobileNetV2 on 750 ImageNet images, calibrated on 250 others
+    python benchmarks/accuracy.py presets      ResNet-20 as in cifar, with every preset that needs no training
 
 Top-1 of 750 images is noisy (half a point means nothing); the SQNR of the logits against float is the sharp figure.
 """
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import assets
+import figures
 import sparsebit
 from sparsebit.quantization.observers import OBSERVERS_MAP
+from sparsebit.quantization.presets import presets
 
 CLASSIC = {  # what the original's YAML files say: no bias correction, weights by min/max
     "SCHEDULE": {"FUSE_BN": True},
@@ -42,15 +45,15 @@ def measure(
     return assets.top1(out, y), assets.sqnr(reference, out)
 
 
-def cifar(depth: int, observers: list[str]) -> Iterator[tuple[str, float, float]]:
-    """Rows (observer, top-1, dB); the first row is float."""
+def cifar(depth: int, configs: dict[str, object]) -> Iterator[tuple[str, float, float]]:
+    """Rows (name of the config, top-1, dB); the first row is float."""
     net = assets.cifar_resnet(depth)
     x, y = assets.cifar10("test")
     calibration = list(assets.cifar10("train20k", 256)[0].split(32))
     reference = assets.logits(net, x)
     yield "float", assets.top1(reference, y), float("inf")
-    for observer in observers:
-        yield observer, *measure(net, with_observer(observer), calibration, x, y, reference)
+    for name, config in configs.items():
+        yield name, *measure(net, config, calibration, x, y, reference)
 
 
 def mobilenet(configs: dict[str, object]) -> Iterator[tuple[str, float, float]]:
@@ -87,19 +90,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["cifar", "mobilenet"])
+    parser.add_argument("what", choices=["cifar", "mobilenet", "presets"])
     parser.add_argument("--depths", type=int, nargs="+", default=[20, 32, 44])
+    parser.add_argument("--rows", nargs="+", help="only these; all, if left out")
+    parser.add_argument(
+        "--save", action="store_true", help="keep the figures in docs/figures/accuracy_WHAT.json"
+    )
     args = parser.parse_args()
+    start, rows = figures.started(), []
     if assets.MISSING:
         sys.exit(assets.MISSING)
     print(f"torch {torch.__version__}; top-1 %, SQNR of the logits in dB")
+    configs: dict[str, object] = {
+        "mobilenet": mobilenet_configs,
+        "presets": lambda: {name: name for name in presets() if not name.endswith("-qat")},
+        "cifar": lambda: {name: with_observer(name) for name in sorted(OBSERVERS_MAP)},
+    }[args.what]()
+    configs = {name: configs[name] for name in args.rows or configs}
     if args.what == "mobilenet":
-        for name, top1, db in mobilenet(mobilenet_configs()):
-            print(f"MobileNetV2  {name:28s} {top1:6.2f} {db:6.2f}", flush=True)
-        return
-    for depth in args.depths:
-        for name, top1, db in cifar(depth, sorted(OBSERVERS_MAP)):
-            print(f"ResNet-{depth}  {name:16s} {top1:6.2f} {db:6.2f}", flush=True)
+        found = {"MobileNetV2": mobilenet(configs)}
+    else:
+        depths = args.depths if args.what == "cifar" else [20]
+        found = {f"ResNet-{depth}": cifar(depth, configs) for depth in depths}
+    for model, measured in found.items():
+        for name, top1, db in measured:
+            print(f"{model}  {name:28s} {top1:6.2f} {db:6.2f}", flush=True)
+            row = {"model": model, "setting": name, "top1": round(top1, 2)}
+            rows.append(row if name == "float" else {**row, "sqnr": round(db, 2)})
+    if args.save:
+        figures.save(f"accuracy_{args.what}", rows, start)
 
 
 if __name__ == "__main__":

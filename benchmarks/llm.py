@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import figures
 from assets import ASSETS
 from llm_assets import (
     llama2c,
@@ -147,6 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mixed", type=float, default=0.0, help="also widths of 2, 3, 4 with this average")
     parser.add_argument("--peer", help="the interpreter of a venv with llmcompressor; smollm2 only")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "smollm2-float")
+    parser.add_argument("--save", action="store_true", help="keep the figures in docs/figures/llm_MODEL.json")
     args = parser.parse_args()
     missing = smollm2_missing() if args.model == "smollm2" else ""
     if missing:
@@ -158,6 +160,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    start = figures.started()
     own_data = {"stories": story_data, "stories15m": story15m_data}
     data = own_data[args.model]() if args.model in own_data else smollm2_data(args.folder)
     source, model, calibration, test = data
@@ -167,7 +170,9 @@ def main() -> None:
     print(
         f"{args.model}: calibration {tuple(calibration.shape)}, test {tuple(test.shape)}, group {args.group}"
     )
-    print(f"{'float':28s} {llm.perplexity(model, test):8.3f}", flush=True)
+    floating = llm.perplexity(model, test)
+    print(f"{'float':28s} {floating:8.3f}", flush=True)
+    rows: list[dict[str, Any]] = [{"row": "float", "perplexity": round(floating, 3)}]
     jobs: list[tuple[str, dict[str, Any]]] = []
     for bits in args.bits:
         jobs += [(f"llmcompressor, W{bits}", {"bits": bits, "peer": args.peer})] if args.peer else []
@@ -184,6 +189,11 @@ def main() -> None:
             figure, kl = llm.perplexity(loaded, test), divergence(model, loaded, test)
         spent = f"{about['bits']} bits, {about['seconds']:.0f} s, {about['cpu']:.0f} s CPU"
         print(f"{name:28s} {figure:8.3f}  KL {kl:.4f}  {spent}", flush=True)
+        row = {"row": name, "perplexity": round(figure, 3), "kl": round(kl, 4)}
+        row |= {"version": about["version"]} if "version" in about else {}  # of the peer
+        rows.append({**row, "bits": float(about["bits"]), "cpu_seconds": round(about["cpu"])})
+    if args.save:
+        figures.save(f"llm_{args.model}", rows, start)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -53,7 +54,8 @@ def main() -> None:
         num_calibration_samples=len(data),
     )
     model.save_pretrained(args.out, save_compressed=True)
-    print(json.dumps({"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}), flush=True)
+    spent = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    print(json.dumps({**spent, "version": version("llmcompressor")}), flush=True)
 
 
 if __name__ == "__main__":

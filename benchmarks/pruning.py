@@ -1,10 +1,11 @@
 """Pruning CIFAR-10 ResNets to half their MACs, beside torch-pruning where it is installed (needs SPARSEBIT_ASSETS).
 
     python benchmarks/pruning.py [--depths 20 32 44] [--images 20000] [--methods l2norm "fpgm, fast" taylor ...]
-        [--lr 0.05] [--seeds 0 1 2] [--no-speed]
+        [--lr 0.05] [--seeds 0 1 2] [--no-speed] [--save]
 
 Same weights, data, budget and one epoch of fine-tuning for all. Then the speed of what is left, in torch and in
-onnxruntime, against the share of MACs; and the pruned ResNet-20 in 8 bits, with the certificate of its file.
+onnxruntime, against the share of MACs; and the pruned network in 8 bits, with the certificate of its file.
+`--save` keeps the figures in docs/figures/pruning.json.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import assets
+import figures
 import qat_cifar
 import sparsebit
 from sparsebit.sparse import SparseModel, merge
@@ -129,7 +131,8 @@ def best_of(runs: dict[str, Callable[[], Any]], rounds: int = 60) -> dict[str, f
     return best
 
 
-def speed(net: nn.Module, small: nn.Module) -> str:
+def speed(net: nn.Module, small: nn.Module) -> dict[str, float]:
+    """How many times fewer MACs, and how many times faster in torch and in onnxruntime."""
     import onnxruntime as ort
 
     from sparsebit.export.plain import export_module
@@ -146,21 +149,20 @@ def speed(net: nn.Module, small: nn.Module) -> str:
             feed = {session.get_inputs()[0].name: x.numpy()}
             runs[name] = lambda session=session, feed=feed: session.run(None, feed)
         best = best_of(runs)
-    ratio = macs(net) / macs(small)
-    in_torch, in_ort = best["whole"] / best["small"], best["ort whole"] / best["ort small"]
-    return (
-        f"{ratio:.2f} x fewer MACs; faster in torch {in_torch:.2f} x ({in_torch / ratio:.2f} of the ratio), "
-        f"in onnxruntime {in_ort:.2f} x ({in_ort / ratio:.2f})"
-    )
+    return {
+        "fewer_macs": round(macs(net) / macs(small), 3),
+        "faster_torch": round(best["whole"] / best["small"], 3),
+        "faster_onnxruntime": round(best["ort whole"] / best["ort small"], 3),
+    }
 
 
-def eight_bits(small: nn.Module, x: Tensor, test: tuple[Tensor, Tensor]) -> str:
+def eight_bits(small: nn.Module, x: Tensor, test: tuple[Tensor, Tensor]) -> dict[str, Any]:
     qmodel = sparsebit.quantize(small, list(x[:256].split(32)), progress=False)
     top1 = assets.top1(assets.logits(qmodel, test[0]), test[1])
     with tempfile.TemporaryDirectory() as folder:
         file, axes = str(Path(folder) / "small.onnx"), {"x": {0: "batch"}}
         report = qmodel.export_onnx(x[:8], file, ["x"], dynamic_axes=axes, batches=[test[0][:200]])
-    return f"W8A8 {top1:.2f} %, file certified: {report.ok}, {report.bytes / 1e3:.0f} kB"
+    return {"int8": round(top1, 2), "certified": report.ok, "kilobytes": round(report.bytes / 1e3)}
 
 
 def main() -> None:
@@ -173,7 +175,9 @@ def main() -> None:
         "--seeds", type=int, nargs="+", default=[0], help="orders of the images; the mean is shown"
     )
     parser.add_argument("--no-speed", action="store_true")
+    parser.add_argument("--save", action="store_true", help="keep the figures in docs/figures/pruning.json")
     options = parser.parse_args()
+    start, rows = figures.started(), []
     torch.set_num_threads(1)
     if assets.MISSING:
         raise SystemExit(assets.MISSING)
@@ -207,16 +211,16 @@ def main() -> None:
                 fine_tune(trained, x, y, options.lr, seed)
                 tuned.append(top1(trained))
             small = trained
-            each = f" ({', '.join(f'{value:.2f}' for value in tuned)})" if len(tuned) > 1 else ""
-            print(
-                f"  {method:15s} MACs {share:.3f}, cut in {cut:.2f} s of CPU (data {data:.1f}), top-1 right after "
-                f"{right_after:.2f} %, after one epoch {sum(tuned) / len(tuned):.2f} %{each}",
-                flush=True,
-            )
-            if method != "torch-pruning":
-                print(f"  {'':15s} {eight_bits(small, x, test)}", flush=True)
-            if not options.no_speed:
-                print(f"  {'':15s} {speed(net, small)}", flush=True)
+            row: dict[str, Any] = {"model": f"ResNet-{depth}", "method": method, "macs": round(share, 3)}
+            row |= {"cut_cpu_seconds": round(cut, 2), "data_cpu_seconds": round(data, 1)}
+            row |= {"right_after": round(right_after, 2), "after_epoch": round(sum(tuned) / len(tuned), 2)}
+            row |= {"each_order": [round(value, 2) for value in tuned]} if len(tuned) > 1 else {}
+            row |= eight_bits(small, x, test) if method != "torch-pruning" else {}
+            row |= {} if options.no_speed else speed(net, small)
+            rows.append(row)
+            print("  " + ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    if options.save:
+        figures.save("pruning", rows, start, versions=figures.versions(("torch-pruning",)))
 
 
 if __name__ == "__main__":

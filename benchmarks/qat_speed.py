@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import assets
+import figures
 import sparsebit
 from sparsebit.numeric import kernels
 
@@ -169,17 +170,21 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="torch.compile every model first")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--save", action="store_true", help="keep the figures in docs/figures/qat_speed.json")
     options = parser.parse_args()
+    start, rows = figures.started(), []
     how = "compiled" if options.compile else "eager"
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()}, {how}; CPU time per step"
     )
     for name in options.models:
         best = measure(name, options.compile, options.rounds, not options.no_peers)
-        rows = ", ".join(
-            f"{label} {t / best['float']:.2f} x" for label, t in best.items() if label != "float"
-        )
-        print(f"{name:13s} float {best['float'] * 1000:.0f} ms; {rows}", flush=True)
+        times = {label: round(t / best["float"], 2) for label, t in best.items() if label != "float"}
+        shown = ", ".join(f"{label} {value:.2f} x" for label, value in times.items())
+        print(f"{name:13s} float {best['float'] * 1000:.0f} ms; {shown}", flush=True)
+        rows.append({"model": name, "times_float": times})
+    if options.save:
+        figures.save("qat_speed", rows, start, versions=figures.versions(("brevitas",)))
 
 
 if __name__ == "__main__":

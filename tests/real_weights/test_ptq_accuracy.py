@@ -28,7 +28,7 @@ FAST = [
 )
 def test_resnet_on_all_of_cifar10(depth, float_top1, observers):
     """W8A8, 256 training images: every observer within 0.3 points of float (aciq excepted), the best within 0.1."""
-    rows = list(accuracy.cifar(depth, observers))
+    rows = list(accuracy.cifar(depth, {name: accuracy.with_observer(name) for name in observers}))
     top1 = {name: value for name, value, _ in rows}
     assert top1["float"] == pytest.approx(float_top1, abs=0.006)
     loss = {name: float_top1 - value for name, value in top1.items() if name != "float"}
