@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -60,6 +61,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return relink(markdown, Path(page.file.abs_src_path))
+
+
+def on_post_build(config: Any) -> None:
+    """The pages as Markdown too: llms.txt links to them."""
+    for path in DOCS.rglob("*.md"):
+        shutil.copyfile(path, Path(config["site_dir"]) / path.relative_to(DOCS))
 
 
 # -- docstrings --------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ TRANSLATED = {
     ROOT / "docs/zh/index.md": ROOT / "docs/index.md",
     ROOT / "docs/zh/get-started.md": ROOT / "docs/get-started.md",
     ROOT / "docs/zh/concepts.md": ROOT / "docs/concepts.md",
+    ROOT / "docs/zh/command-line.md": ROOT / "docs/howto/command-line.md",
+    ROOT / "docs/zh/prune.md": ROOT / "docs/howto/prune.md",
+    ROOT / "docs/zh/llm.md": ROOT / "docs/howto/llm.md",
 }
 ALL_MARKDOWN = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

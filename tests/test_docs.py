@@ -56,6 +56,43 @@ def test_every_page_can_be_reached_from_the_readme():
     assert not [name_of(page) for page in ALL_MARKDOWN if page not in seen]
 
 
+# -- the front door ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("page", ["README.md", "README_zh-CN.md"])
+def test_the_readme_is_short_and_in_order(page):
+    """A reader decides in a minute: what it is, what it prints, what it gives, what others have, how to begin."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    places = [
+        "[Apache-2.0](LICENSE)",
+        "docs/pictures/pipeline.svg",
+        "```python",
+        "certificate      holds",
+        "docs/pictures/report.png",
+        "sparsebit quantize",
+        "sparsebit llm quantize",
+        "<!-- table: five models -->",
+        "<!-- end table -->",
+        "| Torch-Pruning |",
+        "pip install sparsebit",
+        "make demo",
+        "make test",
+        "docs/howto/prune-then-qat.md",
+        "@software{sparsebit",
+    ]
+    assert [text.find(place) for place in places] == sorted(text.find(place) for place in places)
+    assert text.find(places[0]) > 0 and text.count("\n") <= 150
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code is not None and len([line for line in code[1].splitlines() if line]) == 8
+
+
+def test_the_readme_claims_the_python_of_the_package():
+    needed = re.search(
+        r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    )
+    assert needed is not None
+    for page in ("README.md", "README_zh-CN.md", "docs/get-started.md", "docs/zh/get-started.md"):
+        assert f"Python {needed[1]}" in (ROOT / page).read_text(encoding="utf-8")
+
+
 # -- plug-ins and options ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("page", ["docs/concepts.md", "docs/zh/concepts.md"])
 def test_every_plug_in_is_explained(page, own_registries):
@@ -76,12 +113,11 @@ def test_every_sparser_is_explained(own_registries):
     assert not [key for key in SparserConfig.model_fields if f"| `{key.upper()}` |" not in text]
 
 
-def test_the_passes_are_drawn_in_their_order():
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/zh/concepts.md"])
+def test_the_passes_are_drawn_in_their_order(page):
     from sparsebit.quantization.pipeline import PIPELINE
 
-    drawn = re.search(
-        r"```text\n(.*?)```", (ROOT / "docs/concepts.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    drawn = re.search(r"```text\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     names = [step.name for step in PIPELINE]
     assert drawn is not None
     assert [word for word in re.findall(r"\w+", drawn[1]) if word in names] == names

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from docs_pages import ALL_MARKDOWN, FENCE, PAGES, START, TRANSLATED, blocks_of, name_of, own_registries
+from docs_pages import ALL_MARKDOWN, FENCE, PAGES, ROOT, START, TRANSLATED, blocks_of, name_of, own_registries
 
 KINDS = {
     "python",
@@ -19,8 +21,22 @@ KINDS = {
 }  # bash: test_named_commands.py; console: cli/test_command_page.py
 
 
+def shown_output(page: Path) -> list[str]:
+    """The lines of text blocks behind python blocks, without those that the page shortens."""
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
+    output = [
+        after for (kind, _), (next_kind, after) in pairwise(fences) if (kind, next_kind) == ("python", "text")
+    ]
+    return [line for line in "".join(output).splitlines() if "..." not in line]
+
+
+def without_figures(line: str) -> str:
+    """Figures depend on the machine and on random weights; the words do not."""
+    return " ".join(re.sub(r"[-+]?\d[\d.]*(e-?\d+)?", "#", line).split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
     scope = ModuleType("page_" + re.sub(r"\W", "_", name_of(page)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, scope.__name__, scope)  # classes of the page know where they live
@@ -33,6 +49,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         for block in blocks:
             if not block.missing:  # the blank lines make tracebacks point into the page
                 exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), vars(scope))
+    printed = {without_figures(line) for line in capsys.readouterr().out.splitlines()}
+    missing = [line for line in shown_output(page) if without_figures(line) not in printed]
+    assert left or not missing, f"{name_of(page)} shows output that no block prints: {missing}"
     if left:
         lost = sorted({name for names in left.values() for name in names})
         lines = ", ".join(map(str, left))
@@ -84,9 +103,17 @@ def test_blocks_are_found_with_their_needs(tmp_path):
 
 @pytest.mark.parametrize("page", TRANSLATED, ids=name_of)
 def test_translations_show_the_same_code(page):
-    """Comments may be translated; what runs is the same."""
+    """Comments may be translated; what runs, and what it prints, is the same."""
     ours, theirs = blocks_of(page), blocks_of(TRANSLATED[page])
     assert [ast.dump(ast.parse(b.code)) for b in ours] == [ast.dump(ast.parse(b.code)) for b in theirs]
     commands = [[b.code for b in blocks_of(p, "bash")] for p in (page, TRANSLATED[page])]
     mine, original = ([re.sub(r" *#.*", "", code) for code in found] for found in commands)
     assert mine == original
+    lines = [[b.code for b in blocks_of(p, "console")] for p in (page, TRANSLATED[page])]
+    assert lines[0] == lines[1]
+    assert shown_output(page) == shown_output(TRANSLATED[page])
+
+
+def test_shown_output_is_compared_without_its_figures():
+    assert without_figures("  noise floor  -55.3 dB, 1.7e-05 of 40") == "noise floor # dB, # of #"
+    assert len(shown_output(ROOT / "README.md")) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import posixpath
 import pydoc
@@ -66,14 +67,17 @@ def test_relink_leaves_code_and_broken_links_alone(site_hooks):
     )
 
 
-def test_the_site_builds_strictly(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; broken links are errors."""
     beside = Path(sys.executable).with_name("mkdocs")
     command = str(beside) if beside.exists() else shutil.which("mkdocs")
     if command is None:
         pytest.skip("mkdocs is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("built") / "site"
     run = subprocess.run(
         # not --quiet: it does not count warnings
-        [command, "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        [command, "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -81,9 +85,57 @@ def test_the_site_builds_strictly(tmp_path):
         timeout=300,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    page = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
+    return folder
+
+
+def test_the_site_builds_strictly(site):
+    page = (site / "api/index.html").read_text(encoding="utf-8")
     assert "A calibrated, quantizing copy of" in page  # a docstring
     assert "fonts.googleapis" not in page  # nothing comes from elsewhere
+
+
+# -- finding things ----------------------------------------------------------------------------------------
+def ranking(index: dict[str, Any], query: str) -> list[str]:
+    """Pages in the order of a search: a word in a title counts as often as the site says, in a text once.
+
+    The site's own search (lunr) weighs rare words and long texts too. The title decides there as well.
+    """
+    boosts = {name: field["boost"] for name, field in index["config"]["fields"].items()}
+    best: dict[str, float] = {}
+    for entry in index["docs"]:
+        words = {name: re.findall(r"\w+", str(entry.get(name, "")).lower()) for name in boosts}
+        scores = [
+            sum(boosts[name] * found.count(term) / len(found) for name, found in words.items() if found)
+            for term in query.lower().split()
+        ]
+        page = entry["location"].partition("#")[0]
+        if all(scores):
+            best[page] = max(best.get(page, 0.0), sum(scores) * entry.get("boost", 1))
+    return sorted(best, key=lambda page: -best[page])
+
+
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("ONNX", "howto/export/"),
+        ("slow", "howto/make-int8-fast/"),
+        ("slow", "howto/troubleshooting/"),
+        ("accuracy drop", "howto/debug-an-accuracy-drop/"),
+        ("language model", "howto/llm/"),
+        ("剪枝", "zh/prune/"),
+    ],
+)
+def test_a_search_leads_to_the_page_that_helps(query, page, site):
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+    assert page in ranking(index, query)[:2]
+
+
+def test_llms_txt_lists_every_page(site):
+    text = (ROOT / "docs/llms.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S.*$", text, flags=re.MULTILINE)
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(entries) == sorted(pages) and len(entries) == text.count("\n- ")
+    assert (site / "llms.txt").is_file() and [page for page in pages if not (site / page).is_file()] == []
 
 
 def api_names() -> list[str]:

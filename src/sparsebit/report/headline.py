@@ -13,6 +13,8 @@ Tile = tuple[str, str, str]
 def headline(command: str, steps: Any, layers: Any, profile: Any, failure: str = "") -> Iterator[Tile]:
     if failure:
         yield "Certificate", "DOES NOT HOLD", failure.partition("\n")[0]
+    elif "export" in steps:
+        yield "Certificate", "holds", "the file does what the model does"
     if layers is not None:
         yield from _quantized(layers, steps["quantize"].get("batch"))
     if command == "prune":
@@ -27,7 +29,6 @@ def headline(command: str, steps: Any, layers: Any, profile: Any, failure: str =
         yield _latency(steps["latency"])
     if "export" in steps:
         yield "ONNX file", size(steps["export"]["bytes"]), "has been run and compared"
-        yield "Certificate", "holds", "the file does what the model does"
 
 
 def _quantized(layers: Any, batch: int | None) -> Iterator[Tile]:
