@@ -34,12 +34,13 @@ from sparsebit.quantization.modules.shape import (
     Transpose,
     Unflatten,
 )
+from sparsebit.quantization.modules.torchvision_ops import DropBlock, StochasticDepth
 from sparsebit.quantization.modules.unary import Cast, Clone, Contiguous, Detach, Dropout, QIdentity
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.layers import is_active
 
 CLIPS = (QReLU, QReLU6, QHardTanh)
-VANISH = (Dropout, Clone, Contiguous, Detach, Cast, QIdentity)  # not in the file
+VANISH = (Dropout, StochasticDepth, DropBlock, Clone, Contiguous, Detach, Cast, QIdentity)  # not in the file
 MOVERS = (  # they keep the range of the values: an observer behind them sees what one in front sees
     *(Flatten, Unflatten, Reshape, Transpose, Permute, Squeeze, Expand, Expand_as),
     *(PixelShuffle, PixelUnshuffle, ChannelShuffle, MaxPool1d, MaxPool2d, MaxPool3d, QUpsample, QInterpolate),
