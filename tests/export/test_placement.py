@@ -216,6 +216,19 @@ class Pools(Net):
         return self.b(F.avg_pool2d(x, 3, 1, 1)).relu()
 
 
+class ResizedToAnother(Net):
+    """A resize to the size of another value: the file reads that size at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = conv(8, 8, 3), conv(8, 8, 3, stride=2), conv(8, 8)
+
+    def body(self, x: Tensor) -> Tensor:
+        fine = self.a(x).relu()
+        coarse = self.b(fine).relu()
+        return self.c(fine + F.interpolate(coarse, fine.shape[-2:])).relu()
+
+
 def trained(net: Callable[[], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     model, batches = net().train(), [torch.randn(4, 3, 16, 16) for _ in range(3)]
@@ -241,6 +254,7 @@ def trained(net: Callable[[], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
         (HardGates, {"QLinearConv": 4, "QLinearLeakyRelu": 3, "QLinearMul": 3}),
         (Branches, {"QLinearConv": 2}),
         (Pools, {"QLinearConv": 5}),
+        (ResizedToAnother, {"QLinearConv": 4, "QLinearAdd": 1, "Resize": 1}),
     ],
 )
 def test_every_op_is_integer(net, expected, tmp_path: Path) -> None:

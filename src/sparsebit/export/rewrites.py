@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes.common import TopologicalSortPass
 
 from sparsebit.export.graph_edit import (
     array_of,
@@ -209,6 +210,23 @@ def _rounds_to(user: ir.Node, grid: Any, marks: Marks) -> bool:
     return (
         mark is not None and not mark.is_weight and "clip" not in user.metadata_props and _grid(mark) == grid
     )
+
+
+def shapes_of_codes(model: ir.Model) -> int:
+    """A Shape of a value that is quantized reads the codes, which have the same shape.
+
+    onnxruntime computes an op in integers only if nothing but a QuantizeLinear reads its float output.
+    """
+    changed = 0
+    for node in list(model.graph):
+        value = node.inputs[0] if node.op_type == "Shape" else None
+        quantize = [user for user in readers(value) if user.op_type == "QuantizeLinear"] if value else []
+        if quantize:
+            node.replace_input_with(0, quantize[0].outputs[0])
+            changed += 1
+    if changed:
+        TopologicalSortPass()(model)  # the Shape may stand in front of the QuantizeLinear
+    return changed
 
 
 def keep_apart(model: ir.Model) -> int:

@@ -79,6 +79,7 @@ class OnnxruntimeBackend(Backend):
         packed_products(model, marks)
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
+        rewrites.shapes_of_codes(model)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)
         pools_as_convs(model)
