@@ -23,10 +23,10 @@ ROW, LEFT, WIDTH, TOP = 24, 250, 720, 44
 
 
 # -- charts -----------------------------------------
-def bars(title: str, rows: list[tuple[str, float, str, bool]]) -> str:
-    """An SVG with one horizontal bar per row: (name, value, text beside the bar, is it ours)."""
+def bars(title: str, rows: list[tuple[str, float, str, bool]], note: str) -> str:
+    """An SVG with one horizontal bar per row: (name, value, text beside the bar, is it ours); `note` stands below."""
     most = max(value for _, value, _, _ in rows)
-    room, height = WIDTH - LEFT - 130, TOP + ROW * len(rows) + 10
+    room, height = WIDTH - LEFT - 130, TOP + ROW * len(rows) + 28
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         f'font-family="sans-serif" font-size="13" role="img"><title>{escape(title)}</title>',
@@ -40,29 +40,39 @@ def bars(title: str, rows: list[tuple[str, float, str, bool]]) -> str:
             f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW - 6}" fill="{OURS if ours else OTHERS}"/>',
             f'<text x="{LEFT + width + 6:.1f}" y="{y + 14}" fill="#212529">{escape(text)}</text>',
         ]
+    lines.append(f'<text x="12" y="{height - 8}" font-size="11" fill="#495057">{escape(note)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+def note(stored: dict[str, Any]) -> str:
+    busy = "" if stored["others"] <= figures.QUIET else "; the machine was busy: times are not final"
+    return f"{stored['date']}, {stored['cpu']}, onnxruntime {stored['versions']['onnxruntime']}{busy}"
+
+
 def five_models_chart() -> str:
-    rows = figures.load("five_models")["rows"]
-    speed = [(row["model"], row["float_ms"] / row["int8_ms"]) for row in rows]
+    stored = figures.load("five_models")
+    speed = [(row["model"], row["float_ms"] / row["int8_ms"]) for row in stored["rows"]]
     return bars(
         "int8 file against the float file in onnxruntime: times faster",
         [(name, value, f"{value:.1f} x", True) for name, value in speed],
+        note(stored),
     )
 
 
 def sqnr_chart() -> str:
-    rows = [row for row in figures.load("peers_w8a8")["rows"] if "sqnr" in row]
+    stored = figures.load("peers_w8a8")
+    rows = [row for row in stored["rows"] if "sqnr" in row]
     rows.sort(key=lambda row: -row["sqnr"])
     return bars(
         "MobileNetV2, W8A8: SQNR of the logits in dB (higher is better)",
         [(tool_name(row), row["sqnr"], f"{row['sqnr']:.1f} dB", row["tool"] == "sparsebit") for row in rows],
+        f"{stored['date']}, 250 images to calibrate on, 750 to judge",
     )
 
 
 def time_chart() -> str:
-    rows = [row for row in figures.load("peers_w8a8")["rows"] if "ms" in row]
+    stored = figures.load("peers_w8a8")
+    rows = [row for row in stored["rows"] if "ms" in row]
     rows.sort(key=lambda row: row["ms"])
     return bars(
         "MobileNetV2: time of the file in onnxruntime, float = 1 (lower is better)",
@@ -70,6 +80,7 @@ def time_chart() -> str:
             (tool_name(row), row["times_float"], f"{row['times_float']:.2f}", row["tool"] == "sparsebit")
             for row in rows
         ],
+        note(stored),
     )
 
 

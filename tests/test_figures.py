@@ -10,6 +10,7 @@ import pytest
 import charts
 import figures
 from docs_pages import ROOT, name_of
+from sparsebit.quantization.presets import presets
 
 STORED = sorted(figures.FOLDER.glob("*.json"))
 
@@ -40,6 +41,13 @@ def test_figures_say_where_they_are_from(file):
     assert file.stem in {stored for stored, _ in charts.TABLES.values()}
 
 
+def test_every_preset_has_a_reason():
+    text = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    rows = [line for line in text.partition("## Why each preset")[2].splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])}
+    assert not set(presets()) - named
+
+
 def test_a_table_is_put_between_its_marks():
     text = "a\n<!-- table: x -->\nold\n<!-- end table -->\nb\n<!-- table: y -->\n<!-- end table -->\n"
     found = figures.filled(text, "x", figures.table(["k", "v"], [["1", "2"]]))
@@ -47,6 +55,6 @@ def test_a_table_is_put_between_its_marks():
 
 
 def test_bars_grow_with_their_values():
-    drawn = charts.bars("t < u", [("a", 1.0, "one", True), ("b", 2.0, "two", False)])
+    drawn = charts.bars("t < u", [("a", 1.0, "one", True), ("b", 2.0, "two", False)], "n")
     widths = [float(w) for w in re.findall(r'<rect x="\d+" y="\d+" width="([\d.]+)"', drawn)]
     assert widths[1] == pytest.approx(2 * widths[0]) and "t &lt; u" in drawn
