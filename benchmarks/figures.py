@@ -88,7 +88,8 @@ def caption(stored: dict[str, Any]) -> str:
         if stored["others"] <= QUIET
         else f" Other work took {stored['others']} cores: the times are not final."
     )
-    return f"Measured {stored['date']} at {stored['commit']}: {stored['cpu']}; {packages}.{busy}"
+    note = f" {stored['note']}" if "note" in stored else ""
+    return f"Measured {stored['date']} at {stored['commit']}: {stored['cpu']}; {packages}.{busy}{note}"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

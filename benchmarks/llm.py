@@ -193,7 +193,10 @@ def main() -> None:
         row |= {"version": about["version"]} if "version" in about else {}  # of the peer
         rows.append({**row, "bits": float(about["bits"]), "cpu_seconds": round(about["cpu"])})
     if args.save:
-        figures.save(f"llm_{args.model}", rows, start)
+        command = (
+            {"command": "python benchmarks/peers.py llm"} if args.peer else {}
+        )  # no path of this machine
+        figures.save(f"llm_{args.model}", rows, start, **command)
 
 
 if __name__ == "__main__":

@@ -215,8 +215,8 @@ def w8a8(args: argparse.Namespace) -> None:
                 row["megabytes"] = round(files[row["tool"]].stat().st_size / 1e6, 2)
     for row in rows:
         print(row)
-    if not args.images:
-        print(figures.save("peers_w8a8", rows, start))
+    if not args.images and args.rows == list(ROWS):
+        print(figures.save("peers_w8a8", rows, start, command="python benchmarks/peers.py w8a8"))
 
 
 def judged(
@@ -282,7 +282,9 @@ def main() -> None:
     )
     parser.add_argument("job", choices=["w8a8", "pruning", "qat", "llm"])
     parser.add_argument("--venvs", type=Path, default=Path.home() / ".cache" / "sparsebit-peers")
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="of w8a8")
+    parser.add_argument(
+        "--rows", nargs="+", choices=list(ROWS), default=list(ROWS), help="of w8a8; kept if all"
+    )
     parser.add_argument("--images", type=int, help="fewer, to try it out; nothing is kept")
     parser.add_argument("--seconds", type=float, default=20.0, help="of timing")
     parser.add_argument("--folder", help="keep the files here, and take those that are here")
