@@ -202,17 +202,15 @@ def _yaml(value: Any) -> str:
 
 
 def backend_rows() -> list[str]:
-    from sparsebit.quantization.quant_config import BITS, SCHEMES, QuantConfig, _either
+    from sparsebit.export.backends import BACKENDS
+    from sparsebit.quantization.quant_config import BUILT_IN, _either
 
-    def limit(table: Any, backend: str, letter: str) -> str:
-        return _either(table[backend, letter]) if (backend, letter) in table else "any"
-
-    columns = [(BITS, "W"), (BITS, "A"), (SCHEMES, "W"), (SCHEMES, "A")]
-    backends = QuantConfig.json_schema()["properties"]["BACKEND"]["anyOf"][0]["enum"]
     lines = ["| BACKEND | W bits | A bits | W schemes | A schemes |", "|---|---|---|---|---|"]
-    return lines + [
-        f"| `{b}` | {' | '.join(limit(table, b, letter) for table, letter in columns)} |" for b in backends
-    ]
+    for name in BUILT_IN:
+        limits = [BACKENDS[name].BITS, BACKENDS[name].SCHEMES]
+        cells = [_either(limit[letter]) if letter in limit else "any" for limit in limits for letter in "WA"]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
 
 
 def preset_rows() -> list[str]:

@@ -118,20 +118,6 @@ def test_siblings_do_not_know_each_other():
     assert not wrong, "\n".join(wrong)
 
 
-def test_files_and_functions_stay_small():
-    wrong = []
-    for name, path in modules():
-        text = path.read_text()
-        if text.count("\n") > 400:
-            wrong.append(f"{name}: {text.count(chr(10))} lines; split it by concept")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = (node.end_lineno or 0) - node.lineno + 1
-                if length > 80:
-                    wrong.append(f"{name}.{node.name}: {length} lines")
-    assert not wrong, "\n".join(wrong)
-
-
 @pytest.mark.parametrize("module", ["sparsebit", "sparsebit.quantization.quant_model"])
 def test_import_loads_nothing_heavy(module):
     code = (

@@ -172,3 +172,22 @@ def test_export_fails_with_code_1(sparsebit, runs, tmp_path, monkeypatch):
     monkeypatch.setattr(library.QuantModel, "export_onnx", fail)
     done = sparsebit("export", runs / "q", "-o", tmp_path / "v.onnx")
     assert done.code == 1 and done.err == "error: it differs; kept as x.failed.onnx\n"
+
+
+def test_tune_measures_and_keeps_model_and_file_together(sparsebit, work):
+    pytest.importorskip("onnxruntime")
+    command = "quantize net.py:build --data x.npy --batch-size 4 --tune -o tuned"
+    done = sparsebit(command)
+    assert done.code == 0 and "tuned on this machine" in done.out
+    assert sparsebit("verify tuned").code == 0
+    assert (
+        "Where the time goes" in (work / "tuned" / "report.html").read_text("utf-8")
+        or "so the file is float" in done.out
+    )
+
+
+def test_tune_needs_onnxruntime(sparsebit, work):
+    words = "quantize net.py:build --data x.npy --tune -o tuned"
+    for more in ("--set BACKEND=openvino", "--no-export"):
+        done = sparsebit(f"{words} {more}")
+        assert done.code == 2 and "--tune" in done.err and not (work / "tuned").exists()

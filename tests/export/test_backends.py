@@ -223,3 +223,34 @@ def test_openvino_is_optional(tmp_path, monkeypatch):
     qmodel = sparsebit.quantize(small_net(), images())
     report = qmodel.export_onnx(images()[0], str(tmp_path / "m.onnx"), backend="openvino")
     assert report.ok and "openvino" not in report.others and any("openvino" in note for note in report.notes)
+
+
+def test_a_backend_of_the_user_is_named_in_yaml(tmp_path, monkeypatch):
+    """One class: the config finds it by its name, and its limits are checked when the config is read."""
+    from sparsebit.errors import ConfigError
+    from sparsebit.export.backends import BACKENDS, Backend
+
+    monkeypatch.setattr(BACKENDS, "_items", dict(BACKENDS._items))
+
+    @BACKENDS.register()
+    class ShiftBackend(Backend):
+        TYPE = "shift"
+        BITS = {"W": (8,), "A": (8,)}
+        INTEGER_OPS = ("*Linear*",)
+
+        def lower(self, model, marks):
+            from sparsebit.export.qdq import lower_marks
+
+            return lower_marks(model, marks)
+
+    (tmp_path / "q.yaml").write_text("BACKEND: Shift\n")
+    config = sparsebit.QuantConfig.load(str(tmp_path / "q.yaml"))
+    assert config.backend == "shift"
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval(), torch.randn(4, 8)
+    assert sparsebit.preflight(model, x, config).totals["integer_macs"] == 32 * 4
+    report = sparsebit.quantize(model, [x], config).export_onnx(x, str(tmp_path / "m.onnx"))
+    assert report.ok and report.backend == "shift"
+    with pytest.raises(ConfigError, match="shift runs weights of 8 bits, not 4"):
+        config.override("W.QUANTIZER.BIT", 4)
+    with pytest.raises(ConfigError, match="did you mean shift"):
+        sparsebit.QuantConfig.load({"BACKEND": "shif"})

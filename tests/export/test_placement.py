@@ -175,6 +175,47 @@ class Twice(Net):
         return self.a(self.a(x.relu()).relu()).relu()
 
 
+class HardGates(Net):
+    """MobileNetV3: hardswish, and squeeze-excite with a hardsigmoid, as functions and as modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce, self.expand, self.out = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1), conv(8, 8)
+        self.act = nn.Hardswish()
+
+    def body(self, x: Tensor) -> Tensor:
+        x = F.hardswish(x)
+        gate = F.hardsigmoid(self.expand(self.squeeze(x)))
+        return self.act(self.out(x * gate))
+
+    def squeeze(self, x: Tensor) -> Tensor:
+        return self.reduce(F.adaptive_avg_pool2d(x, 1)).relu()
+
+
+class Branches(Net):
+    """RepVGG: a 3x3 and a 1x1 convolution with their norms, and a norm of the value itself, added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = conv(8, 8, 3), conv(8, 8), nn.BatchNorm2d(8)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return (self.a(x) + self.b(x) + self.norm(x)).relu()
+
+
+class Pools(Net):
+    """Average pools with windows, padded and not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(8, 8), conv(8, 8)
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.a(F.avg_pool2d(x.relu(), 2)).relu()
+        return self.b(F.avg_pool2d(x, 3, 1, 1)).relu()
+
+
 def trained(net: Callable[[], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
     model, batches = net().train(), [torch.randn(4, 3, 16, 16) for _ in range(3)]
@@ -196,6 +237,10 @@ def trained(net: Callable[[], nn.Module]) -> tuple[nn.Module, list[Tensor]]:
         (NormWithActivation, {"QLinearConv": 2}),
         (SameNet, {"QLinearConv": 3}),
         (Twice, {"QLinearConv": 3}),
+        # a hardsigmoid is a change of scale, which the runtime computes as a leaky relu of slope 1
+        (HardGates, {"QLinearConv": 4, "QLinearLeakyRelu": 3, "QLinearMul": 3}),
+        (Branches, {"QLinearConv": 2}),
+        (Pools, {"QLinearConv": 5}),
     ],
 )
 def test_every_op_is_integer(net, expected, tmp_path: Path) -> None:

@@ -569,3 +569,13 @@ def test_both_front_ends_give_the_same_quantized_model(name, monkeypatch):
     assert layers and layers == {k for k in grids[1] if k.endswith("weight_quantizer")}
     for key in grids[0].keys() & grids[1].keys():
         assert all(torch.equal(a, b) for a, b in zip(grids[0][key], grids[1][key])), key
+
+
+def test_an_infinity_or_nan_hides_no_wrong_value() -> None:
+    """The mask of an attention has infinities: they must not widen what counts as equal."""
+    from sparsebit.graph.proving import same_outputs
+
+    inf, nan = float("inf"), float("nan")
+    assert not same_outputs([torch.tensor([inf, 1.0, 2.0])], [torch.tensor([inf, 5.0, -7.0])])
+    assert not same_outputs([torch.tensor([nan, 1.0])], [torch.tensor([nan, 5.0])])
+    assert same_outputs([torch.tensor([nan, inf, 1.0])], [torch.tensor([nan, inf, 1.0])])

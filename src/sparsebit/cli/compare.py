@@ -5,13 +5,13 @@ The files run in turn and the best round of each counts, so that other work on t
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import platform
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from sparsebit.errors import ExportError
 
 GUESSES = 16  # samples from which a top-1 says something
 HEARD = 8  # batches at most, for the SQNR
-SECONDS, ROUNDS = 2.0, 50  # at most, for both files together
 log = logging.getLogger("sparsebit")
 
 
@@ -67,7 +66,20 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             f"latency      {old:.3g} ms -> {new:.3g} ms in onnxruntime, batch of {facts['batch']}, "
             f"{facts['cores']} cores"
         )
+        found += where_lines(facts)
     return found
+
+
+def where_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Where the time of the new file goes."""
+    where = facts.get("where")
+    if not where or not where["integer_time"]:  # a pruned model has no integers
+        return []
+    shares = (
+        f"{where['integer_time']:.0%} of the time and {where['integer_macs']:.0%} of the MACs in integer kernels, "
+        f"{where['borders']:.0%} of the time at their borders"
+    )
+    return [f"             {shares}"]
 
 
 # -- noise -----------------------------------------------------------------------------------------------
@@ -133,11 +145,12 @@ def _write_float(net: Any, batch: Any, path: Path) -> None:
 
 
 def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
-    """Milliseconds by name, on one sample where the files take batches of any size."""
+    """Milliseconds by name, on one sample where the files take batches of any size; and where the time goes."""
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
-    from sparsebit.export.runtime import feeds, run, session
+    from sparsebit.export import timing
+    from sparsebit.export.runtime import feeds, session
 
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     sessions = {name: session(file) for name, file in files.items()}
@@ -145,25 +158,29 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
     if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
     given = {name: feeds(s, args, kwargs) for name, s in sessions.items()}
-    best = dict.fromkeys(files, float("inf"))
-    for name, loaded in sessions.items():
-        run(loaded, given[name])  # memory is laid out in the first run
-    for _ in _rounds():
-        for name, loaded in sessions.items():
-            start = time.perf_counter()
-            run(loaded, given[name])
-            best[name] = min(best[name], (time.perf_counter() - start) * 1000)
+    best = timing.best_times(files, given)
+    found = timing.Timing(best["new"], best["float"], *timing.profile(files["new"], given["new"]))
     first = next(iter(given["new"].values()), None)
     batch = len(first) if first is not None and first.ndim else 1
-    return {"milliseconds": best, "batch": batch, "cores": len(_cores()), "machine": machine()}
+    where = found.as_dict(_why_float(files["new"]))
+    return {
+        "milliseconds": best,
+        "batch": batch,
+        "cores": len(_cores()),
+        "machine": machine(),
+        "where": where,
+    }
 
 
-def _rounds() -> Iterator[int]:
-    started = time.perf_counter()
-    for i in range(ROUNDS):
-        if i >= 3 and time.perf_counter() - started > SECONDS:
-            return
-        yield i
+def _why_float(file: Path) -> dict[str, str]:
+    """The reasons that the export has written beside the file."""
+    from sparsebit.export.files import report_of
+
+    try:
+        found: dict[str, str] = json.loads(report_of(file).read_text("utf-8")).get("why_float", {})
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def _cores() -> list[int]:

@@ -65,6 +65,12 @@ Export = Annotated[bool, typer.Option("--export/--no-export", help="write and ch
 FixedBatch = Annotated[
     bool, typer.Option("--fixed-batch", help="the ONNX file takes only batches of --batch-size")
 ]
+Tune = Annotated[
+    bool,
+    typer.Option(
+        "--tune", help="measure here; layers that integers make slower stay float, also in the model"
+    ),
+]
 Trace = Annotated[
     FrontEnd,
     typer.Option(help="export: torch.export, where torch.fx cannot trace the model (see: sparsebit check)"),

@@ -152,7 +152,12 @@ def have_onnx() -> bool:
 
 
 def write_onnx(
-    model: Any, batches: list[Any], path: Path, fixed_batch: bool, backend: str | None = None
+    model: Any,
+    batches: list[Any],
+    path: Path,
+    fixed_batch: bool,
+    backend: str | None = None,
+    tune: bool = False,
 ) -> Any:
     """The ExportReport of a quantized or an ordinary model."""
     from sparsebit.export.plain import export_module
@@ -163,7 +168,9 @@ def write_onnx(
     try:
         with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):
-                return model.export_onnx(example, str(path), dynamic_axes=axes, backend=backend, batches=more)
+                return model.export_onnx(
+                    example, str(path), dynamic_axes=axes, backend=backend, batches=more, tune=tune
+                )
             return export_module(model, example, path, dynamic_axes=axes, batches=more)
     except ExportError as error:
         if axes and "kept as" not in str(error):
@@ -173,7 +180,9 @@ def write_onnx(
         raise
 
 
-def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> dict[str, Any]:
+def export_step(
+    run: Run, model: Any, batches: list[Any], fixed_batch: bool, tune: bool = False
+) -> dict[str, Any]:
     """The export of a run: skipped where it is done or cannot be; a failure costs only the file."""
     if run.done("export"):
         return {"ok": True, **run.about["steps"]["export"]}
@@ -181,7 +190,10 @@ def export_step(run: Run, model: Any, batches: list[Any], fixed_batch: bool) -> 
         return {"ok": None}
     try:
         with run.step("export") as facts:
-            report = write_onnx(model, batches, run.folder / ONNX, fixed_batch)
+            report = write_onnx(model, batches, run.folder / ONNX, fixed_batch, tune=tune)
+            if tune:  # layers of the model may be float now
+                model.save(run.folder)
+                describe(run, model, batches[0])
             facts.update(file=ONNX, bytes=report.bytes, certificate=certificate_lines(report))
     except ExportError as error:
         show_error(f"{error}\n  the rest of the run is finished; with --no-export there is no file to fail")

@@ -17,12 +17,20 @@ def fold(text: str) -> str:
     return text.strip().lower().replace("_", "-")
 
 
+@dataclass(frozen=True)
+class Choices:
+    """The built-in names of an option that is a text, in its annotation; plug-ins may add others."""
+
+    names: tuple[str, ...]
+
+
 @functools.cache
 def choices(cls: type[BaseModel]) -> dict[str, dict[str, str]]:
-    """For every option that is a Literal of strings: folded spelling -> the spelling of the Literal."""
+    """For every option that is a Literal of strings, or has Choices: folded spelling -> the usual spelling."""
     found = {}
     for name, field in cls.model_fields.items():
         options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        options = options or next((known.names for known in field.metadata if isinstance(known, Choices)), ())
         if options and all(isinstance(option, str) for option in options):
             found[name] = {fold(option): option for option in options}
     return found

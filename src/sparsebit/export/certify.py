@@ -59,11 +59,12 @@ class QuantizerCheck:
         Returns `after`: the next ops are checked on the runtime's own values.
         """
         theirs = torch.from_numpy(before.copy()).to(mine.device).float()
-        result = torch.from_numpy(after.copy()).to(mine)
+        result = torch.from_numpy(after.copy()).to(mine) / site.factor
         if theirs.shape != mine.shape or result.shape != mine.shape:
             self.wrong += max(mine.numel(), 1)
             self.op_error = float("inf")
             return result if result.shape == mine.shape else mine
+        theirs = theirs + site.shift
         if site.clip != (None, None):
             theirs = theirs.clamp(*site.clip)
         code = lambda x: quantize_to_int(x.float(), mark.qparams, mark.spec)

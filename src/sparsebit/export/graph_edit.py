@@ -83,6 +83,18 @@ def replace(node: ir.Node, value: ir.Value) -> None:
     graph.remove(node, safe=True)
 
 
+def without_marks(model: ir.Model) -> ir.Model:
+    """A copy that computes in float."""
+    copy = ir.from_proto(ir.to_proto(model))
+    assert isinstance(copy, ir.Model)
+    for node in marks_in(copy):
+        source = node.inputs[0]
+        assert source is not None
+        replace(node, source)
+    clean(copy)
+    return copy
+
+
 def readers(value: ir.Value) -> list[ir.Node]:
     return [use.node for use in value.uses()]
 

@@ -23,6 +23,7 @@ NEEDS_OUTPUT = {
     "MaxPool": False,
     "LeakyRelu": True,
     "Sigmoid": True,
+    "HardSigmoid": True,  # as a change of scale (integer_forms.py)
     "Softmax": True,
 }
 WEIGHT_BITS, INPUT_BITS = range(5, 9), range(2, 9)  # stored in types of 8 bits (export/types.py)

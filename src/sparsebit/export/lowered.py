@@ -30,6 +30,8 @@ class Site:
         None,
     )  # an activation that only clips, taken in: the values before it are not clipped yet
     transposed: bool = False  # a weight that is stored as (inputs, outputs)
+    shift: float = 0.0  # what the zero point adds: the values before it lack this summand
+    factor: float = 1.0  # the values after it are read on a grid with this times the scale
 
 
 class Bias(NamedTuple):
@@ -86,10 +88,10 @@ class Lowered:
             raise ExportError(f"the metadata {LOWERED} is damaged: {error}; export the model again") from None
         sites = []
         for entry in known:
-            name, after, before, hoisted, clip, transposed = list(entry) + list(
+            name, after, before, hoisted, clip, transposed, shift, factor = list(entry) + list(
                 _default(entry[0])[len(entry) :]
             )
-            sites.append(Site(name, after, before, hoisted, (clip[0], clip[1]), transposed))
+            sites.append(Site(name, after, before, hoisted, (clip[0], clip[1]), transposed, shift, factor))
         bias = {}
         for node in model.graph:
             if BIAS_OF in node.metadata_props:

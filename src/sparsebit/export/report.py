@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.end_to_end import Comparison, EndToEnd
+from sparsebit.export.timing import Timing
 
 UNCALIBRATED = (
     "the model is not calibrated: every scale in the file is 1 (pact: its starting bound), so the outputs mean "
@@ -44,6 +45,7 @@ class ExportReport:
     notes: list[str] = field(default_factory=list)
     pair_rule: str = ""  # whether the weights follow it, and its price
     others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
+    timing: Timing | None = None  # with timing=True or tune=True
     uncalibrated: bool = False  # nobody had calibrated the model: the scales are 1
 
     @property
@@ -68,6 +70,7 @@ class ExportReport:
             "quantizers": self.quantizers,
             "pair_rule": self.pair_rule,
             "notes": self.notes,
+            "timing": None if self.timing is None else self.timing.as_dict(self.why_float),
         }
 
     def summary(self) -> str:
@@ -90,6 +93,7 @@ class ExportReport:
             ("noise floor", f"{c.floor} (input moved by 1e-5, the highest of {len(c.floors)})"),
             *(kernels if self.quantizers else ()),
             *((("pair rule", self.pair_rule),) if self.pair_rule else ()),
+            *(("time", line) for line in ([] if self.timing is None else self.timing.lines(self.why_float))),
             *(("why float", f"{name}: {why}") for name, why in list(self.why_float.items())[:5]),
             *(("note", note) for note in self.notes),
         ]

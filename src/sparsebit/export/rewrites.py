@@ -216,6 +216,7 @@ def keep_apart(model: ir.Model) -> int:
     one value:
     - behind a weight below 8 bits: the layer runs in float, but onnxruntime would round its bias all the same, to the
       coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
+    - in front of a layer with a float weight between quantizers: onnxruntime would round its weight itself;
     - around an activation with a scale per channel: integer kernels take one scale per activation;
     - in front of SiLU and GELU, which read x twice: onnxruntime dequantizes it once for each reader, and then does
       not see that they belong together (with the Sum, a convolution and a GELU take 0.7 of the time).
@@ -228,6 +229,9 @@ def keep_apart(model: ir.Model) -> int:
             apart = apart or w in (ir.DataType.INT2, ir.DataType.UINT2)  # which is wrong for 2 bits in 1.31
             if apart and w is not None and w not in (ir.DataType.INT8, ir.DataType.UINT8):
                 node.replace_input_with(1, insert(node, "Sum", [node.inputs[1]], f"{node.name}/apart"))
+                changed += 1
+            elif x is not None and w is None and array_of(node.inputs[1]) is not None:
+                node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))
                 changed += 1
         elif node.op_type == "QuantizeLinear" and "axis" in node.attributes:
             node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))

@@ -10,7 +10,7 @@ from sparsebit.export.lowered import BIAS_OF
 from sparsebit.export.wrong_kernels import is_wrong
 
 WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-EXPLAINED = [op for op in NEEDS_OUTPUT if op not in ("Mul", "MaxPool")]  # those are float in many graphs
+EXPLAINED = [op for op in NEEDS_OUTPUT if op not in ("Mul", "MaxPool", "HardSigmoid")]  # float in many graphs
 NO_KERNEL = ("ConvTranspose", "LSTM", "GRU", "RNN")
 SMOOTH = {"Erf": "GELU"} | {op: op for op in ("HardSwish", "HardSigmoid", "Tanh", "Elu", "PRelu", "Softplus")}
 FUSED_BEHIND = ("Relu", "Clip")

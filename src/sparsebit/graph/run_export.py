@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
 from sparsebit.graph.exported_io import Build, check_call, take_apart
+from sparsebit.graph.proving import same_outputs
 
 log = logging.getLogger("sparsebit")
 
@@ -131,16 +132,7 @@ def _agrees(exported: nn.Module, model: nn.Module, call: Any) -> bool:
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
-    return len(results[0]) == len(results[1]) and all(map(_close, *results))
-
-
-def _close(x: Any, y: Any) -> bool:
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return type(x) is type(y)
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    scale = float(x.abs().max()) if x.is_floating_point() and x.numel() else 0.0
-    return torch.allclose(x, y, rtol=1e-3, atol=1e-3 * scale, equal_nan=True)
+    return same_outputs(*results)
 
 
 def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:

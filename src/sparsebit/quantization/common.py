@@ -32,9 +32,14 @@ class Backend(Enum):
 
 
 def get_backend(backend: str) -> Backend:
-    """`"tensorrt"` (any letter case) -> Backend.TENSORRT."""
-    name = _one_of("BACKEND", backend, [b.name.lower() for b in Backend])
-    return Backend[name.upper()]
+    """`"tensorrt"` (any letter case) -> Backend.TENSORRT. A backend of the user is simulated like VIRTUAL."""
+    built_in = [b.name.lower() for b in Backend]
+    if fold(str(backend)) not in built_in:
+        from sparsebit.export.backends import BACKENDS
+
+        if fold(str(backend)) in BACKENDS:
+            return Backend.VIRTUAL
+    return Backend[_one_of("BACKEND", backend, built_in).upper()]
 
 
 def get_qscheme(qscheme: str) -> torch.qscheme:

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,20 @@ log = logging.getLogger("sparsebit")
 UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 
+@dataclass
+class Draft:
+    """A lowered graph that is not written yet, and what the certificate has to know about it."""
+
+    graph: Any
+    plain: Any  # the same graph without quantizers, where it is to be timed
+    marks: dict[str, Mark]
+    lowered: Any
+    unreached: list[str]  # quantizers of layers that did not run on the dummy
+    why_float: dict[str, str]
+    opset: int
+    opset_reason: str
+
+
 def export_onnx(
     qmodel: Any,
     dummy: Any,
@@ -41,10 +56,13 @@ def export_onnx(
     *,
     backend: str | None = None,
     batches: Any = (),
+    timing: bool = False,
+    tune: bool = False,
     **options: Any,
 ) -> ExportReport:
     """Write `name` and its report beside it; the file is in its place only once it is certified."""
     from sparsebit.quantization.certifying import certify, second_opinion
+    from sparsebit.quantization.tuning import Tuning, time_draft
 
     require("onnx", "onnxscript", "onnxruntime")
     path, batches = files.writable(name), as_batches(batches)
@@ -52,50 +70,81 @@ def export_onnx(
     if kind is not None:
         qmodel, dummy, batches = _in_float(qmodel, dummy, kind), in_float(dummy), in_float(batches)
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
+    if tune and runtime.TYPE != "onnxruntime":
+        raise ExportError(
+            f"tune: measures in onnxruntime, and the file is for {runtime.TYPE}; leave tune out"
+        )
     extra_info = options.pop("extra_info", False)
-    asked = options.pop("opset_version", 13)
+    options["asked"] = options.pop("opset_version", 13)
     with unit_scales(qmodel) as uncalibrated:
         if uncalibrated:
             log.warning("%s: %s", path, UNCALIBRATED)
-        marks = collect_marks(qmodel)
-        refuse_problems(runtime, marks)
         signature = signature_of(qmodel)
-        args, kwargs = call_of(dummy, signature, qmodel.device)
-        opset, reason = runtime.opset(marks, asked)
-        emitter = Emitter(marks)
-        with exporting(qmodel, emitter):
-            graph = to_onnx(qmodel.model, args, kwargs, opset, **options)
-        unreached = sorted(set(marks) - set(emitter.calls) - names_in(graph))
-        if not uncalibrated:  # then calibration has shown that activations get float data
-            unreached = [name for name in unreached if marks[name].is_weight]
-        marks = {name: mark for name, mark in marks.items() if name not in unreached}
-        lowered = runtime.lower(graph, marks)
-        if not extra_info:
-            runtime.speed_up(graph, marks)
-        why = why_float_of(graph)
-        finish(graph, marks, runtime, lowered)
-        graph.metadata_props[UNREACHED] = json.dumps(unreached)
-        with files.drafting(path) as draft:
-            files.write(graph, draft)
-            calls, more = [(args, kwargs)], calls_of(batches, signature, qmodel.device)
+        call = call_of(dummy, signature, qmodel.device)
+
+        def draft() -> Draft:
+            return draft_of(qmodel, runtime, call, uncalibrated, extra_info, timing or tune, **options)
+
+        tuned = Tuning(qmodel, draft, call).run() if tune else None
+        made = draft()
+        with files.drafting(path) as file:
+            files.write(made.graph, file)
+            more = calls_of(batches, signature, qmodel.device)
             targets = target_shapes([dummy, *batches], signature)
-            report = certify(qmodel, draft, calls, more, marks, lowered, runtime.TYPE, targets)
+            report = certify(qmodel, file, [call], more, made.marks, made.lowered, runtime.TYPE, targets)
             if runtime.TYPE == "openvino":
-                second_opinion(qmodel, draft, [*calls, *more], report)
-            report.backend, report.opset, report.opset_reason = runtime.TYPE, opset, reason
-            report.why_float, report.uncalibrated = why, uncalibrated
+                second_opinion(qmodel, file, [call, *more], report)
+            report.backend, report.opset, report.opset_reason = runtime.TYPE, made.opset, made.opset_reason
+            report.why_float, report.uncalibrated = made.why_float, uncalibrated
             if kind is not None:
                 report.notes.append(note_of(kind))
-            if unreached and not uncalibrated:
-                shown = ", ".join(unreached[:3]) + (" ..." if len(unreached) > 3 else "")
+            if made.unreached and not uncalibrated:
+                shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
             report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
-            settle(report, draft, path)
+            if timing or tune:
+                report.timing = time_draft(made, file, call)
+            if tuned is not None:
+                report.notes.append(tuned)
+            settle(report, file, path)
     if extra_info:
         from sparsebit.export.extra_info import write_extra
 
         write_extra(path)
     return report
+
+
+def draft_of(
+    qmodel: Any,
+    runtime: Backend,
+    call: tuple[Any, Any],
+    uncalibrated: bool,
+    extra_info: bool,
+    with_plain: bool,
+    asked: int,
+    **options: Any,
+) -> Draft:
+    """The graph of the model as it is now, lowered for `runtime`."""
+    from sparsebit.export.graph_edit import without_marks
+
+    marks = collect_marks(qmodel)
+    refuse_problems(runtime, marks)
+    opset, reason = runtime.opset(marks, asked)
+    emitter = Emitter(marks)
+    with exporting(qmodel, emitter):
+        graph = to_onnx(qmodel.model, *call, opset, **options)
+    unreached = sorted(set(marks) - set(emitter.calls) - names_in(graph))
+    if not uncalibrated:  # then calibration has shown that activations get float data
+        unreached = [name for name in unreached if marks[name].is_weight]
+    marks = {name: mark for name, mark in marks.items() if name not in unreached}
+    plain = without_marks(graph) if with_plain else None
+    lowered = runtime.lower(graph, marks)
+    if not extra_info:
+        runtime.speed_up(graph, marks)
+    why = why_float_of(graph)
+    finish(graph, marks, runtime, lowered)
+    graph.metadata_props[UNREACHED] = json.dumps(unreached)
+    return Draft(graph, plain, marks, lowered, unreached, why, opset, reason)
 
 
 def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:

@@ -10,20 +10,23 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, model_validator
 
 from sparsebit.config import Config, PluginConfig, did_you_mean
 from sparsebit.config.messages import STARTS_WITH_KEY, show
 from sparsebit.config.specific import Overrides, flat, resolve, unmatched, variants
 from sparsebit.config.start_observer import is_quantizer_type, with_start
-from sparsebit.config.values import is_text, literal
+from sparsebit.config.values import Choices, fold, is_text, literal
 from sparsebit.errors import ConfigError
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.presets import preset_path, presets
 from sparsebit.registry import Registry
 from sparsebit.utils.device import Device, default_device
+
+if TYPE_CHECKING:
+    from sparsebit.export.backends import Backend
 
 __all__ = [
     "ActivationConfig",
@@ -40,6 +43,22 @@ __all__ = [
 ]
 
 QScheme = Literal["per-tensor-symmetric", "per-tensor-affine", "per-channel-symmetric", "per-channel-affine"]
+BUILT_IN = ("virtual", "onnxruntime", "tensorrt", "openvino")
+
+
+def _known_backend(value: Any) -> Any:
+    """A name of the registry of backends, in any spelling. It is loaded only for a name that is not built in."""
+    if not isinstance(value, str) or fold(value) in BUILT_IN:
+        return fold(value) if isinstance(value, str) else value
+    from sparsebit.export.backends import BACKENDS
+
+    names = [*BUILT_IN, *(name for name in BACKENDS if name not in BUILT_IN)]
+    if fold(value) not in names:
+        raise ConfigError(f"{value!r} is not one of {', '.join(names)}{did_you_mean(value, names)}")
+    return fold(value)
+
+
+BackendName = Annotated[str, BeforeValidator(_known_backend), Choices(BUILT_IN)]
 Names = Annotated[list[str], Field(strict=False)]  # a tuple will do
 DEFAULT_PRESET = "w8a8"
 log = logging.getLogger("sparsebit")
@@ -220,7 +239,7 @@ class QuantConfig(Config):
     """
 
     device: Device = Field(default_factory=default_device, description="cpu, cuda, cuda:0, ...")
-    backend: Literal["virtual", "onnxruntime", "tensorrt", "openvino"] = "virtual"
+    backend: BackendName = "virtual"
     skip_trace_modules: Names = Field(
         [], description="patterns of module paths that stay as they are, in float"
     )
@@ -290,19 +309,6 @@ def json_schema() -> dict[str, Any]:
 
 
 # -- which options go together ---------------------------------------------------------------------------
-# What a backend can run; a (backend, tensor) that is not listed has no limit. Exports go down to 2 bits.
-BITS: dict[tuple[str, str], Sequence[int]] = {
-    ("onnxruntime", "W"): range(2, 9),
-    ("onnxruntime", "A"): range(2, 9),
-    ("openvino", "W"): range(2, 9),
-    ("openvino", "A"): range(2, 9),
-    ("tensorrt", "W"): (4, 8),
-    ("tensorrt", "A"): (8,),
-}
-SCHEMES: dict[tuple[str, str], Sequence[str]] = {
-    ("tensorrt", "W"): ("per-channel-symmetric", "per-tensor-symmetric"),
-    ("tensorrt", "A"): ("per-tensor-symmetric",),
-}
 WHAT = {"W": "weights", "A": "activations"}
 WHY = {
     "per-tensor-affine": "has no zero points",
@@ -311,12 +317,19 @@ WHY = {
 }
 
 
+def backend_of(cfg: QuantConfig) -> type[Backend]:
+    """The backend that a config names."""
+    from sparsebit.export.backends import BACKENDS
+
+    return BACKENDS[cfg.backend]
+
+
 def verify_bits(cfg: QuantConfig) -> None:
     """Raise ConfigError if the backend cannot run that many bits."""
     _raise(
         f"{where}QUANTIZER.BIT: {cfg.backend} runs {WHAT[tensor.letter]} of {_either(allowed)} bits, "
         f"not {tensor.quantizer.bit}; change BIT, or simulate with BACKEND: virtual"
-        for where, tensor, allowed in _beyond(cfg, BITS, lambda tensor: tensor.quantizer.bit)
+        for where, tensor, allowed in _beyond(cfg, backend_of(cfg).BITS, lambda tensor: tensor.quantizer.bit)
     )
 
 
@@ -325,7 +338,7 @@ def verify_backend(cfg: QuantConfig) -> None:
     _raise(
         f"{where}QSCHEME: {cfg.backend} {WHY[tensor.qscheme]} for {WHAT[tensor.letter]}; "
         f"write {_either(allowed)} instead of {tensor.qscheme}"
-        for where, tensor, allowed in _beyond(cfg, SCHEMES, lambda tensor: tensor.qscheme)
+        for where, tensor, allowed in _beyond(cfg, backend_of(cfg).SCHEMES, lambda tensor: tensor.qscheme)
     )
 
 
@@ -339,11 +352,11 @@ def verify_schedule(cfg: QuantConfig) -> None:
 
 
 def _beyond(
-    cfg: QuantConfig, limits: Mapping[tuple[str, str], Sequence[Any]], read: Callable[[TensorConfig], Any]
+    cfg: QuantConfig, limits: Mapping[str, Sequence[Any]], read: Callable[[TensorConfig], Any]
 ) -> Iterator[tuple[str, TensorConfig, Sequence[Any]]]:
     """Where a quantized tensor, by default or by SPECIFIC, is outside the limits of the backend."""
     for base in (cfg.w, cfg.a):
-        allowed = limits.get((cfg.backend, base.letter))
+        allowed = limits.get(base.letter)
         if allowed is None:
             continue
         base_is_bad = not base.quantizer.disable and read(base) not in allowed

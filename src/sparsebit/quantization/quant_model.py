@@ -362,6 +362,8 @@ class QuantModel(nn.Module):
         dynamic_shapes: Any = None,
         backend: str | None = None,
         batches: Any = (),
+        timing: bool = False,
+        tune: bool = False,
     ) -> ExportReport:
         """Write an ONNX file that has been run and agrees with this model; returns how it was checked.
 
@@ -371,6 +373,9 @@ class QuantModel(nn.Module):
         extra_info      also write <name>_extra.onnx with a `bits` attribute on every Q/DQ node.
         backend         onnxruntime, tensorrt, openvino or virtual; None is BACKEND of the config.
         batches         more inputs to compare the file and the model on.
+        timing          time the file and the float file in onnxruntime, op by op: report.timing.
+        tune            for this machine: layers that integers make slower become float, in this model and in the file.
+                        A file that is slower than the float one cannot come out.
         """
         from sparsebit.quantization.exporting import export_onnx
 
@@ -389,6 +394,8 @@ class QuantModel(nn.Module):
             opset_version=opset_version,
             verbose=verbose,
             extra_info=extra_info,
+            timing=timing,
+            tune=tune,
         )
 
     def add_extra_info_to_onnx(self, onnx_path: str) -> None:

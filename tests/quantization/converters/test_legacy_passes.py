@@ -174,8 +174,10 @@ def test_lists_name_the_tasks_in_order() -> None:
         "fuse_bn",
         "disable_unnecessary_quant",
         "softmax_in_float",
+        "integer_outputs",
         "equalize",
         "one_grid",
+        "known_ranges",
     ]
     originals = ["remove_identity", "getattr_to_shape", "unbind_getitem_to_subtensor"]
     assert [name for name in simplifier_lists.lists if name in originals] == originals

@@ -28,6 +28,7 @@ def quantize(
     trace: options.Trace = options.FrontEnd.fx,
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
+    tune: options.Tune = False,
     metric: options.Metric = None,
     resume: options.Resume = False,
     json: options.Json = False,
@@ -44,7 +45,13 @@ def quantize(
         raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
     settings = options.quant_config(config, preset, changes)
+    if tune and (settings.backend != "onnxruntime" or not export):
+        raise InputError(
+            "--tune: times ONNX files in onnxruntime, so it needs BACKEND: onnxruntime and --export"
+        )
     asked = {"config": settings.to_dict(), "trace": trace.value, "metric": metric and absolute(metric)}
+    if tune:
+        asked["tune"] = True
     check_output(output, {"command": "quantize", "inputs": inputs.absolute(), "settings": asked}, resume)
     compare.check_metric(metric)
     net, batches = inputs.load()
@@ -58,7 +65,7 @@ def quantize(
                 layers = work.describe(run, qmodel, batches[0])
                 facts.update(samples=sum(map(length, batches)), batch=length(batches[0]))
                 facts.update(_sizes(layers["totals"]))
-        exported = work.export_step(run, qmodel, batches, fixed_batch) if export else {"ok": None}
+        exported = work.export_step(run, qmodel, batches, fixed_batch, tune) if export else {"ok": None}
         compare.compare(run, net, qmodel, batches, output / work.ONNX, metric)
         warn_if_slower(run)
         work.refresh_report(output)

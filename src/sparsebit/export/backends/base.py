@@ -1,17 +1,21 @@
-"""Backend: constraints, checked before any work, and lowering."""
+"""Backend: what a runtime can hold, what it computes in integers, and how its files look."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsebit.export.marks import Mark, Marks
 from sparsebit.export.types import SINCE, container, container_bits, exporter_opset, opset_for, since
+from sparsebit.numeric.spec import QuantSpec
 from sparsebit.registry import Registry
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+SIMULATED = "simulated in float"
 FUSED_UP_TO = 21  # onnxruntime finds fewer integer kernels in newer opsets (its issue 28770)
 
 BACKENDS: Registry[type[Backend]] = Registry("backend")
@@ -29,14 +33,63 @@ class Problem:
         return f"{self.name}: {self.reason}\n  fix: {self.fix}"
 
 
+WEIGHTED = (
+    "*Conv[123]d*",
+    "Conv1D",
+    "ConvFunction",
+    "*Linear*",
+)  # layers as the pre-flight report names them
+
+
 class Backend:
-    """A subclass says what it refuses (`problems`) and how marks become nodes (`lower`)."""
+    """All that is known about one runtime. A subclass with a TYPE is enough: `BACKEND: <TYPE>` finds it.
+
+    BITS, SCHEMES   by "W" and "A": the widths and schemes that it runs. A tensor that is not listed has no limit.
+    INTEGER_OPS     ops with integer kernels, named as in the pre-flight report (`Conv2d`), as fnmatch patterns.
+    """
 
     TYPE: ClassVar[str] = ""
+    BITS: ClassVar[Mapping[str, Sequence[int]]] = {}
+    SCHEMES: ClassVar[Mapping[str, Sequence[str]]] = {}
+    INTEGER_OPS: ClassVar[tuple[str, ...]] = ()
+    ADVICE: ClassVar[str] = ""  # for activations without a zero point, where they are slow
 
     def problems(self, mark: Mark) -> list[Problem]:
         """What of this quantizer the runtime cannot hold."""
         return []
+
+    def why_float(
+        self,
+        op: str,
+        weight: QuantSpec | None,
+        inputs: Sequence[QuantSpec],
+        complete: bool = True,
+        output: bool = True,
+    ) -> str:
+        """The reason why the runtime computes `op` in float; empty: it computes in integers.
+
+        weight, inputs  the grids of everything it reads that is quantized.
+        complete        all of its operands are quantized.
+        output          everything that reads its output quantizes it, and on the same grid.
+        """
+        if not self.INTEGER_OPS:
+            return SIMULATED
+        specs = [*inputs, *([] if weight is None else [weight])]
+        if not any(fnmatchcase(op, pattern) for pattern in self.INTEGER_OPS):
+            return "no integer kernel"
+        if not specs or not complete:
+            return "an operand is float"
+        widest, narrowest = max(s.bits for s in specs), min(s.bits for s in specs)
+        if widest > 8:
+            return f"{widest} bits"
+        schemes = self.SCHEMES.get("A", ())
+        if (
+            schemes
+            and all("symmetric" in scheme for scheme in schemes)
+            and not all(s.symmetric for s in specs)
+        ):
+            return "zero points must be 0"
+        return f"{narrowest}-bit values are stored, then computed in float" if narrowest < 8 else ""
 
     def opset(self, marks: Marks, asked: int) -> tuple[int, str]:
         """The opset to write, and why: the lowest that holds the types, never lower than asked."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsebit.export.backends.base import BACKENDS, Backend, Problem
+from sparsebit.export.backends.base import BACKENDS, WEIGHTED, Backend, Problem
 from sparsebit.export.marks import Mark, Marks
 
 
 @BACKENDS.register()
 class OpenvinoBackend(Backend):
     TYPE = "openvino"
+    BITS = {"W": range(2, 9), "A": range(2, 9)}
+    INTEGER_OPS = (  # from its documentation: low precision transformations
+        *(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "AddMM", "Add", "Mul", "Concat"),
+        *("*AvgPool*", "MaxPool*", "PReLU", "Upsample", "Interpolate", "Mean"),
+    )
 
     def problems(self, mark: Mark) -> list[Problem]:
         if mark.spec.bits > 8:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsebit.errors import ExportError
-from sparsebit.export.backends.base import BACKENDS, Backend, Problem
+from sparsebit.export.backends.base import BACKENDS, WEIGHTED, Backend, Problem
 from sparsebit.export.marks import DOMAIN, Mark, Marks
 
 INT4_BLOCKS = (64, 128)
@@ -19,6 +19,11 @@ PRESET = "start from the preset w8a8-tensorrt"
 @BACKENDS.register()
 class TensorrtBackend(Backend):
     TYPE = "tensorrt"
+    BITS = {"W": (4, 8), "A": (8,)}
+    SCHEMES = {"W": ("per-channel-symmetric", "per-tensor-symmetric"), "A": ("per-tensor-symmetric",)}
+    INTEGER_OPS = (  # from its documentation: explicit quantization
+        *(*WEIGHTED, "ConvTranspose[123]d", "MatMul", "AddMM", "Add", "*AvgPool*", "MaxPool*"),
+    )
 
     def problems(self, mark: Mark) -> list[Problem]:
         letter = "W" if mark.is_weight else "A"

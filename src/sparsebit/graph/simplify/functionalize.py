@@ -1,11 +1,12 @@
 """functionalize: an op that writes into its input becomes one that makes a new tensor.
 
 Values can then be kept, shared and offloaded. Whoever read the input after the write reads the new tensor
-instead. Where the input may be a view of, or the same memory as, something else, the op stays as it is.
+instead. Where something else that may have the same memory is read after the write, the op stays as it is.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -42,6 +43,18 @@ FRESH = frozenset(  # ops whose result is memory of its own
         "placeholder",  # a copy of the caller's tensor is what the caller would want
     }
 )
+ALIASING = frozenset(  # ops whose result may be the memory of their first input
+    {
+        *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Flatten),
+        *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout, operator.getitem),
+        *(torch.reshape, torch.flatten, torch.transpose, torch.permute, torch.squeeze, torch.unsqueeze),
+        *(torch.narrow, torch.chunk, torch.split, torch.unbind),
+        *(getattr(torch.Tensor, name) for name in ("view", "reshape", "flatten", "transpose", "permute")),
+        *(getattr(torch.Tensor, name) for name in ("squeeze", "unsqueeze", "narrow", "chunk", "split")),
+        *(getattr(torch.Tensor, name) for name in ("contiguous", "unbind", "expand")),
+    }
+)
+ALIASING_NAMES = frozenset(["stochastic_depth", "drop_block2d", "drop_block3d"])  # of torchvision, by name
 
 
 @graph_pass("functionalize", keeps_output=True)
@@ -70,10 +83,46 @@ def _convertible(
         source = _written(node)
         if not isinstance(source, fx.Node) or (node.op == "call_module" and module_of(node, gm) in keep):
             continue
-        earlier = [user for user in source.users if order[user] < order[node]]
-        if _plain_form(node) and all(_is_fresh(n, gm, done) for n in (source, *earlier)):
+        if _plain_form(node) and _is_only_reader(node, source, gm, done, order):
             done.add(node)
     return done
+
+
+def _is_only_reader(
+    writer: fx.Node, source: fx.Node, gm: fx.GraphModule, done: set[fx.Node], order: dict[fx.Node, int]
+) -> bool:
+    """Is everything that may share the memory of `source` read before the write, or through `source` itself?"""
+    root = source
+    while _may_alias(root, gm) and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    if not _is_fresh(root, gm, done):
+        return False
+    family = [root]  # grows while it is walked
+    for alias in family:
+        for user in alias.users:
+            if user is writer or _reads_size(user):
+                continue
+            if order[user] > order[writer]:
+                if alias is not source:
+                    return False  # it would read the memory after the write
+            elif _may_alias(user, gm):
+                family.append(user)
+            elif not _is_fresh(user, gm, done):
+                return False
+    return True
+
+
+def _reads_size(node: fx.Node) -> bool:
+    """`x.shape`, `x.size(0)`: the write does not change it."""
+    return node.target in ("size", "dim") or (node.target is getattr and node.args[1:] == ("shape",))
+
+
+def _may_alias(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does the op hand on the memory of its first argument, and is that all it reads?"""
+    if not node.args:
+        return False
+    op = forward_owner(type(module_of(node, gm))) if node.op == "call_module" else op_of(node, gm)
+    return op in ALIASING or getattr(op, "__name__", "") in ALIASING_NAMES
 
 
 def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:

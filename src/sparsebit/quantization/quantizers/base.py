@@ -94,6 +94,7 @@ class Quantizer(nn.Module):
         self.tied: list[
             Quantizer
         ] = []  # these, itself included, read one value and get one grid (one_grid.py)
+        self.known_range: tuple[float, float] | None = None  # whatever calibration sees (known_ranges.py)
         self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
         self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
         self.unused = False  # calibration showed it no float data: pass values through until the next one
@@ -183,7 +184,11 @@ class Quantizer(nn.Module):
         if self.absorbed:
             return self.scale, self.zero_point
         try:
-            return self._set_qparams(*self.observer.calc_qparams())
+            found = self.observer.calc_qparams()
+            if self.known_range is not None:
+                low, high = (torch.tensor([bound], device=self.device) for bound in self.known_range)
+                found = self.observer.calc_qparams_with_minmax(low, high)
+            return self._set_qparams(*found)
         except CalibrationError as error:
             raise CalibrationError(f"{self.name or type(self).__name__}: {error}") from None
 
@@ -207,6 +212,8 @@ class Quantizer(nn.Module):
         """All of these get the grid over the range of all; where scales are learned, they learn the same ones."""
         low = torch.stack([q.observer.min_val.reshape(-1).to(self.device) for q in others]).amin(0)
         high = torch.stack([q.observer.max_val.reshape(-1).to(self.device) for q in others]).amax(0)
+        if self.known_range is not None:
+            low, high = (torch.full_like(x, bound) for x, bound in zip((low, high), self.known_range))
         self.calc_qparams_with_minmax(low, high)
         for other in others:
             other.observer.min_val, other.observer.max_val = low.clone(), high.clone()

@@ -119,6 +119,17 @@ class OutputGrids:
         """Does everything that reads the output quantize it, but on several grids?"""
         return self._readers(node) is not None and node not in self
 
+    def float_edges(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+        """(value, reader) for everything that reads the output in float, as it is or moved around."""
+        found: list[tuple[fx.Node, fx.Node]] = []
+        for user in node.users:
+            module = module_of(user, self.gm) if user.op == "call_module" else None
+            quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+            if self._reads_size(user) or (quantizer is not None and is_active(quantizer)):
+                continue
+            found += self.float_edges(user) if self._between(user, module) else [(node, user)]
+        return list(dict.fromkeys(found))
+
     def _readers(self, node: fx.Node) -> list[Reader] | None:
         """All quantizers that read the value; None: something reads it in float."""
         if node not in self.known:

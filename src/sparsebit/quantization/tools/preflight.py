@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx, nn
 
+from sparsebit.export.backends import BACKENDS
 from sparsebit.export.integer_kernels import OUTPUT
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.backend_rules import RULES
 from sparsebit.quantization.tools.costs import Measured, measure
 from sparsebit.quantization.tools.layers import is_active, layers
 from sparsebit.quantization.tools.preflight_rows import PARTS, Row, RowBuilder
@@ -60,7 +60,7 @@ class Preflight:
         for row in self.rows:
             if row.state == "float":
                 stays[row.how].append(name[row.name])
-            elif row.macs and not row.integer and row.backend and self.backend in RULES:
+            elif row.macs and not row.integer and row.backend and BACKENDS[self.backend].INTEGER_OPS:
                 slow[row.backend].append(name[row.name])
         lines = [f"stays float  {line}" for line in groups(stays)]
         if t.get("macs") and t["integer_macs"] < t["macs"]:
@@ -83,7 +83,7 @@ class Preflight:
             per_batch = f", and {size(more)} more with every batch" if more else ""
             lines += [
                 f"MACs         {count(t['macs'])}; {share(t['quantized_macs'], t['macs'])} quantized"
-                + (ints if self.backend in RULES else ""),
+                + (ints if BACKENDS[self.backend].INTEGER_OPS else ""),
                 f"calibration  about {size(t['calibration_bytes'])} beside the model, an estimate for this batch "
                 f"size: activations {size(t['activation_bytes'])}, observers {size(t['observer_bytes'])}{per_batch}",
             ]
@@ -195,7 +195,7 @@ def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> d
 
 
 def _notes(gm: fx.GraphModule, backend: str, rows: list[Row]) -> Iterator[str]:
-    advice = RULES[backend].slow_symmetric if backend in RULES else ""
+    advice = BACKENDS[backend].ADVICE
     inputs = [q for layer in layers(gm) if (q := layer.module.input_quantizer) is not None and is_active(q)]
     if advice and any(q.is_symmetric for q in inputs):
         yield advice

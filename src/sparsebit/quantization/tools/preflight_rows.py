@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from sparsebit.export.backends import BACKENDS
 from sparsebit.export.integer_kernels import OUTPUT, WRONG
 from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
 from sparsebit.numeric.spec import QuantSpec
@@ -16,7 +17,6 @@ from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.backend_rules import verdict
 from sparsebit.quantization.tools.costs import Measured
 from sparsebit.quantization.tools.layers import (
     active_quantizers,
@@ -123,7 +123,8 @@ class RowBuilder:
         weight, inputs = grids
         if not (weight or inputs) or op in ("Identity", "Weight"):  # these only carry a quantizer
             return False, ""
-        return verdict(self.backend, op, weight, inputs, complete, output)
+        why = BACKENDS[self.backend]().why_float(op, weight, inputs, complete, output)
+        return not why, why or "integers"
 
     # -- why -----------------------------------------------------------------------------------------
     def _state(self, node: fx.Node, module: nn.Module | None, active: list[Quantizer]) -> tuple[str, str]:

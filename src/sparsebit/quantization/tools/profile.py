@@ -207,9 +207,9 @@ def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
 
 def _limits(qmodel: Any) -> dict[str, Any]:
     """How many bits the backend takes, for W and A; None: any."""
-    from sparsebit.quantization.quant_config import BITS
+    from sparsebit.quantization.quant_config import backend_of
 
-    return {letter: BITS.get((str(qmodel.cfg.backend), letter)) for letter in "WA"}
+    return {letter: backend_of(qmodel.cfg).BITS.get(letter) for letter in "WA"}
 
 
 @dataclass

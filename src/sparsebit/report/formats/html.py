@@ -42,6 +42,7 @@ def _parts(facts: Facts) -> Iterator[str]:
     yield _section("Error per layer", _chart(measured))
     yield _section("Graph", _graph(facts))
     yield _section("Layers", _layers(facts.layers))
+    yield _section("Where the time goes", _time(facts))
     yield _section("Ranges", cards(facts.layers))
     yield _section("Channels before and after", _channels(facts))
     yield _section("Certificate", _certificate(facts))
@@ -216,6 +217,19 @@ def _cell(cell: Cell) -> str:
         return f'<td data-n="{number}">{escape(text)}</td>'
     breaks = len(text) > 20 and " " in text  # over two lines, so that the columns behind it can be seen
     return f"<td{WORDS if breaks else ''}>{escape(text)}</td>"
+
+
+def _time(facts: Facts) -> str:
+    """The ops of the file that take longest, and why those that are float have no integer kernel."""
+    where = (facts.latency or {}).get("where")
+    if not where or not where["integer_time"]:  # an ordinary model: nothing is in integers
+        return ""
+    shares = (
+        f"{where['integer_time']:.0%} of the time and {where['integer_macs']:.0%} of the MACs are in integer kernels; "
+        f"{where['borders']:.0%} of the time is spent at their borders."
+    )
+    rows = [[(op["about"], None), (f"{op['microseconds']:.0f}", op["microseconds"])] for op in where["most"]]
+    return f"<p>{shares}</p>\n" + _table(["op", "microseconds"], rows, "time")
 
 
 def _certificate(facts: Facts) -> str:

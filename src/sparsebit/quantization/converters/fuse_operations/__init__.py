@@ -17,6 +17,10 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
 from sparsebit.quantization.converters.fuse_operations.equalize import equalize as _equalize
 from sparsebit.quantization.converters.fuse_operations.equalize import equalize_sums as _equalize_sums
 from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn as _fuse_bn
+from sparsebit.quantization.converters.fuse_operations.integer_outputs import (
+    integer_outputs as _integer_outputs,
+)
+from sparsebit.quantization.converters.fuse_operations.known_ranges import known_ranges as _known_ranges
 from sparsebit.quantization.converters.fuse_operations.one_grid import one_grid as _one_grid
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory as _reuse_memory
 from sparsebit.quantization.converters.fuse_operations.softmax_in_float import (
@@ -32,8 +36,10 @@ FUSE_PASSES = [
     _fuse_bn,
     _disable_unnecessary_quant,
     _softmax_in_float,
+    _integer_outputs,
     _equalize,
     _one_grid,
+    _known_ranges,
 ]
 
 

@@ -79,12 +79,12 @@ def _why_kept(producer: Any, follower: Any) -> str:
     quantizer = getattr(follower, "input_quantizer", None)
     if quantizer is None or quantizer.absorbed:
         return "has no active quantizer"
-    if isinstance(follower, SMOOTH) and _wants_integer_output(producer, quantizer):
+    if isinstance(follower, SMOOTH) and wants_integer_output(producer, quantizer):
         return "keeps the convolution in front of it integer"
     return ""
 
 
-def _wants_integer_output(conv: Any, behind: Quantizer) -> bool:
+def wants_integer_output(conv: Any, behind: Quantizer) -> bool:
     """Is `conv` an integer convolution in onnxruntime if its output is quantized, at a price worth paying?"""
     if behind.backend is not Backend.ONNXRUNTIME or not isinstance(conv, INTEGER_CONVS):
         return False

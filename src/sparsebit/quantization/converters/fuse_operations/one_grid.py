@@ -22,6 +22,7 @@ from sparsebit.quantization.modules.pool import QAdaptiveAvgPool2d, QAvgPool2d
 from sparsebit.quantization.modules.shape import Concat, Stack
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
+from sparsebit.quantization.tools.layers import is_active
 from sparsebit.quantization.tools.output_grids import CLIPS, OutputGrids, Reader
 
 # ops whose integer kernel writes codes: their output wants one grid
@@ -51,9 +52,14 @@ def _quantize_operands(join: fx.Node, gm: fx.GraphModule) -> int:
     readers = grids.readers(join)
     if not readers or not _is_for_onnxruntime(readers):
         return 0
-    found = [x for x in dict.fromkeys(inputs_of(join)) if grids.is_read_elsewhere(x)]
+    operands = [x for x in dict.fromkeys(inputs_of(join)) if not _is_quantizer(x, gm)]
+    found = [x for x in operands if grids.is_read_elsewhere(x)]
     for i, value in enumerate(found):
-        _insert(gm, join, value, f"{join.name}_identity{i}", readers[0].quantizer)
+        call = insert_quantizer(gm, join, value, f"{join.name}_identity{i}", readers[0].quantizer)
+        value.append(call)  # right behind the value: the joins in front of this one read it, too
+        for user in list(value.users):
+            if user is not call and _joins(user, gm):
+                user.replace_input_with(value, call)
     return len(found)
 
 
@@ -64,11 +70,14 @@ def _quantize_before_clips(node: fx.Node, gm: fx.GraphModule) -> int:
         return 0
     clips = [u for u in node.users if u.op == "call_module" and isinstance(module_of(u, gm), CLIPS)]
     for i, clip in enumerate(clips):
-        _insert(gm, clip, node, f"{clip.name}_before{i}", readers[0].quantizer)
+        insert_quantizer(gm, clip, node, f"{clip.name}_before{i}", readers[0].quantizer)
     return len(clips)
 
 
-def _insert(gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: Quantizer) -> None:
+def insert_quantizer(
+    gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: Quantizer
+) -> fx.Node:
+    """A quantizer with the options of `like`, between `value` and `user`."""
     identity = QIdentity()
     identity.training = gm.training
     quantizer = identity.input_quantizer = build_quantizer(like.cfg)
@@ -76,6 +85,7 @@ def _insert(gm: fx.GraphModule, user: fx.Node, value: fx.Node, name: str, like: 
     call = insert_module_before(gm, user, value, name, identity)
     call.meta["path"] = f"{user.meta.get('path', user.name)}_identity"
     quantizer.name = f"{call.name}.input_quantizer"
+    return call
 
 
 def _tie(readers: list[Reader], gm: fx.GraphModule) -> int:
@@ -95,6 +105,11 @@ def _tie(readers: list[Reader], gm: fx.GraphModule) -> int:
 
 def _is_for_onnxruntime(readers: Iterable[Reader]) -> bool:
     return all(r.quantizer.backend is Backend.ONNXRUNTIME for r in readers)
+
+
+def _is_quantizer(node: fx.Node, gm: fx.GraphModule) -> bool:
+    module = module_of(node, gm) if node.op == "call_module" else None
+    return isinstance(module, QIdentity) and is_active(module.input_quantizer)
 
 
 def _joins(node: fx.Node, gm: fx.GraphModule) -> bool:
