@@ -420,6 +420,15 @@ def test_llama_cpp_is_asked_where_it_is_installed(tmp_path, monkeypatch):
     assert e.value.report.reader.state == "failed" and (tmp_path / "m2.gguf").is_file()
 
 
+def test_weights_that_the_file_rounds_to_four_bits_may_be_further_away(tmp_path, monkeypatch):
+    model = build("LlamaForCausalLM")
+    monkeypatch.setattr(certificate, "has_llama_cpp", lambda: True)
+    monkeypatch.setattr(certificate, "ask_llama_cpp", answer(model, 1.7, []))
+    with pytest.raises(ReaderError, match=r"by 7[01]%"):
+        export_gguf(model, tmp_path / "f.gguf")
+    assert export_gguf(model, tmp_path / "q.gguf", outtype="q4_0").reader.state == "runs"
+
+
 def test_llama_cpp_that_is_not_installed_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(certificate, "has_llama_cpp", lambda: False)
     report = export_gguf(build("LlamaForCausalLM"), tmp_path / "m.gguf")

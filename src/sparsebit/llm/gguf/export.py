@@ -103,6 +103,7 @@ def export_gguf(
     with whole_path(path) as temporary:
         _write(gguf, temporary, architecture.name, keys, stored)
     packed = [entry for entry in stored if entry.packed]
+    coarse = any(entry.kind.startswith("Q4") and not entry.packed for entry in stored)
     kinds: dict[str, int] = {}
     for entry in stored:
         kinds[entry.kind] = kinds.get(entry.kind, 0) + 1
@@ -115,7 +116,7 @@ def export_gguf(
         kept=sum(entry.change == EXACT for entry in packed),
         changed={e.name: f"{e.kind}, {e.change}: {e.why}" for e in stored if e.change != EXACT},
         notes=notes + vocabulary.notes,
-        reader=certify(path, whole),
+        reader=certify(path, whole, coarse),
     )
     if report.reader and report.reader.state == "failed":
         raise ReaderError(
