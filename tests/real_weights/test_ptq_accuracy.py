@@ -37,7 +37,7 @@ def test_resnet_on_all_of_cifar10(depth, float_top1, observers):
 
 
 def test_mobilenet_v2():
-    """On images it was not calibrated on: the default 19.5 dB (best peer 19.4), the best settings 20.5 dB. Top-1 of 750
+    """On images it was not calibrated on: the default 19.5 dB, the best settings 20.5 dB. Top-1 of 750
     images depends on how the CPU adds: 83.87 with AVX-512, within half a point of float; 83.47 with AVX2."""
     avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     configs = accuracy.mobilenet_configs()
