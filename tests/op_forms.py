@@ -255,9 +255,15 @@ F.gumbel_softmax(x); torch.multinomial(x.abs() + 1, 2); torch.einsum("ij->ji", x
 torch.cross(x[:, :3], x[:, 1:], dim=1); torch.cov(x); torch.linalg.svd(x)[1]; torch.linalg.det(x[:, :2])
 torch.poisson(x.abs())
 
+-- forms that write into a view of a tensor that is not read afterwards
+[TOKENS] 1
+x[0].relu_()
+[TOKENS] 0
+x.view(-1).mul_(2)
+
 -- forms that write into a tensor which others may see stay as they are, by name
 [TOKENS] 0 stays
-x[0].relu_(); x.view(-1).mul_(2); operator.setitem(x, 0, 1.0) or x
+(x[0].relu_(), x.flatten())[1]; (x.view(-1).mul_(2), x.flatten())[1]; operator.setitem(x, 0, 1.0) or x
 torch.add(x, x, out=torch.empty(2, 5, 6))
 """
 

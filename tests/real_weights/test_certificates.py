@@ -61,7 +61,7 @@ def test_resnet20(tmp_path, record_property):
     report = certify(assets.cifar_resnet(20), known, x[:8], list(x[8:].split(166)), tmp_path, record_property)
     labels = report.certificate.runtime
     assert labels.labels == 2000 and labels.labels_differ <= 0.003 * 2000, str(report)
-    assert report.integer["QLinearConv"] == 19 and "Conv" not in report.floating, report.why_float
+    assert report.integer["QLinearConv"] == 20 and "Conv" not in report.floating, report.why_float
 
 
 @pytest.mark.assets

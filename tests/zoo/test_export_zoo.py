@@ -36,8 +36,9 @@ def test_the_file_is_right_and_as_announced(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [case.batch(), case.batch()]
     model = waken(case.build(), joined(*batches))
-    if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # a file gives only tensors
+    for part in model.modules():  # encoder and decoder have configs of their own
+        if hasattr(getattr(part, "config", None), "use_cache"):
+            part.config.use_cache = False  # a file gives only tensors
     qmodel = QuantModel(model, CONFIG, example=batches[0])
     qmodel.calibrate(batches, progress=False)
     qmodel.set_quant(w_quant=True, a_quant=True)
