@@ -1,10 +1,13 @@
 """Our int8 file beside the float file and beside the one of onnxruntime's own `quantize_static`, over a zoo.
 
     python benchmarks/zoo_speed.py [--models resnet18 yolo ...] [--batches 1 8] [--save speed.json]
+    python benchmarks/zoo_speed.py --work build/zoo_speed --step write      # the files; may run beside other work
+    python benchmarks/zoo_speed.py --work build/zoo_speed --step time       # their times; alone on the machine
 
-One process per model. `quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ,
-uint8 activations and int8 weights per channel. The three files are timed in turns, on all cores, in plain sessions; the
-best round of each counts. Weights are random: the figures are times, not accuracies.
+With `--work` the files are kept, and a model that has its files is not written again. One process per model.
+`quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ, uint8 activations and
+int8 weights per channel. The three files are timed in turns, on all cores, in plain sessions; the best round of each
+counts. Weights are random: the figures are times, not accuracies.
 
 Bars: no model slower than 1.05 x the faster of the two others; over the CNNs the geometric mean at most 0.95 of
 quantize_static and at most 0.6 of float; every certificate holds.
@@ -37,8 +40,8 @@ CALIBRATION = 8  # samples
 RUNS = 5  # of a session in its turn
 
 
-def measure(name: str, batches: list[int], seconds: float) -> dict[str, Any]:
-    """One model: the three files, their times, and what ran in integers."""
+def write(name: str, place: Path) -> dict[str, Any]:
+    """One model: its three files, and what runs in integers in ours."""
     import torch
 
     import sparsebit
@@ -49,35 +52,61 @@ def measure(name: str, batches: list[int], seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     case = zoo_speed_models.case(name)
     model, data = case.model(), case.data(CALIBRATION)
-    with tempfile.TemporaryDirectory() as place:
-        files = {kind: Path(place, f"{kind}.onnx") for kind in ("float", "peer", "ours")}
-        write_float(model, data, files["float"], case.free_batch)
-        failed = write_peer(files["float"], data, files["peer"])
-        if failed:
-            del files["peer"]
-        started = time.monotonic()
-        qmodel = sparsebit.quantize(model, data, progress=False)
-        axes = {name: {0: "batch"} for name in names_of(data[0])} if case.free_batch else None
-        with contextlib.redirect_stdout(io.StringIO()):
-            report = qmodel.export_onnx(
-                data[0], str(files["ours"]), list(names_of(data[0])), dynamic_axes=axes, batches=data[1:2]
-            )
-        took = time.monotonic() - started
-        integer, floating = kernels(files["ours"])
-        row: dict[str, Any] = {
-            "model": name,
-            "cnn": case.cnn,
-            "ok": report.ok,
-            "peer_failed": failed,
-            "integer": dict(integer),
-            "float": dict(floating),
-            "why_float": report.why_float,
-            "seconds": took,
-            "bytes": {kind: file.stat().st_size for kind, file in files.items()},
-        }
-        for size in batches if case.free_batch else [1]:
-            row[f"ms_{size}"] = best_times(files, fed(data, size), seconds)
-    return row
+    files = files_in(place)
+    write_float(model, data, files["float"], case.free_batch)
+    failed = write_peer(files["float"], data, files["peer"])
+    if failed:
+        files.pop("peer").unlink(missing_ok=True)
+    started = time.monotonic()
+    qmodel = sparsebit.quantize(model, data, progress=False)
+    axes = {name: {0: "batch"} for name in names_of(data[0])} if case.free_batch else None
+    with contextlib.redirect_stdout(io.StringIO()):
+        report = qmodel.export_onnx(
+            data[0], str(files["ours"]), list(names_of(data[0])), dynamic_axes=axes, batches=data[1:2]
+        )
+    took = time.monotonic() - started
+    integer, floating = kernels(files["ours"])
+    return {
+        "model": name,
+        "cnn": case.cnn,
+        "free_batch": case.free_batch,
+        "ok": report.ok,
+        "peer_failed": failed,
+        "integer": dict(integer),
+        "float": dict(floating),
+        "why_float": report.why_float,
+        "seconds": took,
+        "bytes": {kind: file.stat().st_size for kind, file in files.items()},
+    }
+
+
+def timed(row: dict[str, Any], place: Path, batches: list[int], seconds: float) -> dict[str, Any]:
+    """The row with the times of the files."""
+    import torch
+
+    torch.manual_seed(0)
+    data = zoo_speed_models.case(row["model"]).data(CALIBRATION)
+    files = {kind: file for kind, file in files_in(place).items() if file.exists()}
+    sizes = batches if row["free_batch"] else [1]
+    return {**row, **{f"ms_{size}": best_times(files, fed(data, size), seconds) for size in sizes}}
+
+
+def files_in(place: Path) -> dict[str, Path]:
+    return {kind: place / f"{kind}.onnx" for kind in ("float", "peer", "ours")}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The step that was asked for, of one model."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = args.work / args.one if args.work else Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        kept = place / "row.json"
+        if not kept.exists():
+            if args.step == "time":
+                raise SystemExit(f"{args.one}: --step write comes first")
+            kept.write_text(json.dumps(write(args.one, place)))
+        row: dict[str, Any] = json.loads(kept.read_text())
+        return row if args.step == "write" else timed(row, place, args.batches, args.seconds)
 
 
 def names_of(batch: Any) -> dict[str, Any]:
@@ -187,14 +216,16 @@ def best_times(files: dict[str, Path], feed: dict[str, Any], seconds: float) -> 
 
 def ratios(row: dict[str, Any], size: int) -> tuple[float, float]:
     """Ours by float, and by quantize_static."""
-    ms = row.get(f"ms_{size}") or row["ms_1"]
+    ms = row.get(f"ms_{size}") or row.get("ms_1")
+    if ms is None:  # only written
+        return float("nan"), float("nan")
     return ms["ours"] / ms["float"], ms["ours"] / ms.get("peer", float("nan"))
 
 
 def summary(rows: list[dict[str, Any]], batches: list[int]) -> list[str]:
     lines = []
     for size in batches:
-        found = [(row, *ratios(row, size)) for row in rows if "error" not in row]
+        found = [(row, *ratios(row, size)) for row in rows if "ms_1" in row or f"ms_{size}" in row]
         slow = [
             f"{row['model']} {max(a, 0 if math.isnan(b) else b):.2f}"
             for row, a, b in found
@@ -223,10 +254,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing per model and batch size")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--work", type=Path, help="folder where the files are kept")
+    parser.add_argument("--step", choices=["write", "time", "both"], default="both")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.step != "both" and args.work is None:
+        parser.error(f"--step {args.step} needs --work")
     if args.one:
-        print("ROW " + json.dumps(measure(args.one, args.batches, args.seconds)))
+        print("ROW " + json.dumps(measure(args)))
         return
     print(
         f"{platform.processor() or platform.machine()}; for each batch size: time ours / float, ours / quantize_static"
@@ -242,6 +277,9 @@ def main() -> None:
             str(args.seconds),
             "--batches",
             *map(str, args.batches),
+            "--step",
+            args.step,
+            *(["--work", str(args.work)] if args.work else []),
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         found = [line[4:] for line in done.stdout.splitlines() if line.startswith("ROW ")]
