@@ -100,10 +100,10 @@ def readers(value: ir.Value) -> list[ir.Node]:
 
 
 def made_by(value: ir.Value | None) -> ir.Node | None:
-    """The node that computes a value; looks through the Sum of one value (rewrites.keep_apart) and Transpose."""
+    """The node that computes a value; looks through the Sum of one value (rewrites.keep_apart), Transpose, Reshape."""
     node = value.producer() if value is not None else None
     while node is not None and (
-        node.op_type == "Transpose" or (node.op_type == "Sum" and len(node.inputs) == 1)
+        node.op_type in ("Transpose", "Reshape") or (node.op_type == "Sum" and len(node.inputs) == 1)
     ):
         source = node.inputs[0]
         node = source.producer() if source is not None else None

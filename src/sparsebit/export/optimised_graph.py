@@ -76,9 +76,21 @@ def _computed_by(node: Any, model: Any, compared: dict[str, Array]) -> Any:
     from sparsebit.export.rewrites import MOVERS
 
     made_by = {name: other for other in model.graph.node for name in other.output}
-    while node.op_type in MOVERS and node.input[0] in made_by and node.input[0] not in compared:
+    guilty = node
+    while node.input and node.input[0] in made_by and node.input[0] not in compared:
+        moves = node.op_type in MOVERS
         node = made_by[node.input[0]]
-    return node
+        if moves and guilty.op_type in MOVERS:
+            guilty = node
+        elif node.op_type not in MOVERS:  # nobody has looked at its values
+            guilty = node if _is_known(node.op_type) else guilty
+            break
+    return guilty
+
+
+def _is_known(kernel: str) -> bool:
+    """Is it in the table of wrong kernels, and wrong here?"""
+    return any(kernel in entry.kernel.split(", ") and entry.probe() for entry in WRONG_KERNELS)
 
 
 def _noise_db(expected: Array, got: Array) -> float:

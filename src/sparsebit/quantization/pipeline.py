@@ -2,7 +2,7 @@
 
     trace -> simplify -> merge_branches -> open_gates -> to_qmodules -> pads_into_convs -> insert_input_quantizers
           -> build_quantizers -> equalize_sums -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float
-          -> integer_outputs -> equalize -> one_grid -> known_ranges
+          -> integer_outputs -> equalize -> one_grid -> wholly_float -> known_ranges
 
 Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, times, lints and checks them.
 """

@@ -26,6 +26,7 @@ from sparsebit.quantization.first_batch import fits, take_over, waiting_for_batc
 from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
 from sparsebit.quantization.legacy_state import read_original
 from sparsebit.quantization.modules import QuantOpr
+from sparsebit.quantization.observers.ranks import world_size
 from sparsebit.quantization.pipeline import (
     CONVERT_PASSES,
     FINAL_PASSES,
@@ -38,6 +39,7 @@ from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
 from sparsebit.quantization.tools.calibration import CalibrationRunner
+from sparsebit.quantization.tools.float_forms import choose_float_forms
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
@@ -179,7 +181,9 @@ class QuantModel(nn.Module):
         self.eval()
         mirror_negative_norms(self.model)
         self.calibration_runner = CalibrationRunner(
-            self.model, keep_inputs=asym or needs_reconstruction(self.model)
+            self.model,
+            keep_inputs=asym or needs_reconstruction(self.model),
+            trims=self.cfg.backend == "onnxruntime" and self.cfg.schedule.enabled("trim_ranges"),
         )
         self.calibration_runner.prepare_calibration()
 
@@ -201,6 +205,8 @@ class QuantModel(nn.Module):
                 "batches, then calc_qparams() once"
             )
         self.calibration_runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
+        if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
+            choose_float_forms(self.model, self.calibration_runner.samples)
         if needs_reconstruction(self.model):
             w, a = w_quant or not a_quant, a_quant or not w_quant
             reconstruct(self.model, self.calibration_runner.inputs(), w_quant=w, a_quant=a, offload=offload)

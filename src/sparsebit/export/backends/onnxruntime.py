@@ -65,7 +65,12 @@ class OnnxruntimeBackend(Backend):
         from sparsebit.export.bias import integer_bias
         from sparsebit.export.blocks import packed_products
         from sparsebit.export.clips import absorb_clips
-        from sparsebit.export.integer_forms import hard_sigmoids_as_scales, pools_as_convs
+        from sparsebit.export.integer_forms import (
+            hard_sigmoids_as_scales,
+            large_pools_in_blocks,
+            pointwise_as_products,
+            pools_as_convs,
+        )
         from sparsebit.export.qdq import lower_marks
 
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
@@ -80,9 +85,11 @@ class OnnxruntimeBackend(Backend):
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
         rewrites.shapes_of_codes(model)
+        pointwise_as_products(model, lowered)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)
         pools_as_convs(model)
+        large_pools_in_blocks(model)
         hard_sigmoids_as_scales(model, lowered)
         return lowered
 

@@ -22,6 +22,7 @@ from sparsebit.quantization.modules.base import (
 
 class _Conv(QuantOpr):
     _conv_forward: Callable[..., Tensor]
+    in_channels: int
 
     @Computed
     def fwd_kwargs(self) -> dict[str, Any]:
@@ -58,6 +59,18 @@ class QConv2d(_Conv, nn.Conv2d):
 @register_qmodule(sources=[nn.Conv3d])
 class QConv3d(_Conv, nn.Conv3d):
     input_axis = -4
+
+
+def is_depthwise(conv: Any) -> bool:
+    """One filter or more for each channel, and no other input."""
+    return isinstance(conv, _Conv) and conv.groups == conv.in_channels and conv.groups > 1
+
+
+def is_pointwise(conv: Any) -> bool:
+    """A convolution of 1 x 1 on images: onnxruntime has an integer product for it that gives float values."""
+    if not isinstance(conv, QConv2d) or conv.groups != 1 or conv.padding not in ((0, 0), "valid"):
+        return False
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1)
 
 
 class _ConvTranspose(QuantOpr):

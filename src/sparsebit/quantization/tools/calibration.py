@@ -8,16 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
+from sparsebit.graph.feeding import Call, own_call
 from sparsebit.graph.lanes import Batch, Lane, Store
 from sparsebit.graph.ops import module_of
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.tools.bias_correction import InputMean
 from sparsebit.quantization.tools.distributed import any_rank, merge_means, over_ranks
+from sparsebit.quantization.tools.saturation import trim_ranges
 
 log = logging.getLogger("sparsebit")
+SAMPLES = (
+    8  # that many rows, rounded up to whole batches, are enough to measure what a choice does to the outputs
+)
 
 
 class CalibrationRunner:
@@ -30,11 +36,14 @@ class CalibrationRunner:
     for each node, in the order of the graph.
     """
 
-    def __init__(self, model: fx.GraphModule, keep_inputs: bool = True):
-        self.model = model
+    def __init__(self, model: fx.GraphModule, keep_inputs: bool = True, trims: bool = False):
+        """`trims`: the ranges of values behind which an activation saturates end there (saturation.py)."""
+        self.model, self.trims = model, trims
         self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
         self.forwards = 0
+        self.samples: list[Call] = []  # the first few, to measure outputs on
+        self._rows = 0
         self.store: Store | None = Store("disk") if keep_inputs else None
         self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
         self.offload = "device"
@@ -58,6 +67,10 @@ class CalibrationRunner:
     def record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
         self.forwards += 1
+        if self._rows < SAMPLES:
+            call = own_call(args, kwargs)
+            self.samples.append(call)
+            self._rows += rows_of(call)
         if self.store is None:
             return
         try:
@@ -86,6 +99,7 @@ class CalibrationRunner:
             mean.handle.remove()
         self.means.clear()
         self.batches.clear()
+        self.samples.clear()
         if self.store is not None:
             self.store.close()
         self.store = None
@@ -124,6 +138,8 @@ class CalibrationRunner:
         self._drop_lanes()
         merge_means(self.means.values(), device or torch.device("cpu"))
         self._share_grids()
+        if self.trims:
+            trim_ranges(self.model)
         for equalization in self._equalizations():
             self._fold(equalization)
         for mean in self.means.values():
@@ -253,6 +269,12 @@ class _Recorded(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self.kept)
+
+
+def rows_of(call: Call) -> int:
+    """How many samples a call has: the first axis of its first tensor."""
+    tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.dim()]
+    return len(tensors[0]) if tensors else 1
 
 
 def _quantizers(model: nn.Module) -> Iterable[Quantizer]:

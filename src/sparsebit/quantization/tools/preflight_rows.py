@@ -15,6 +15,7 @@ from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
+from sparsebit.quantization.modules.conv import is_pointwise
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.costs import Measured
@@ -90,7 +91,7 @@ class RowBuilder:
         inside, all_inside = _carried_inside(module)
         complete = all_inside and (bool(carried or inside) or _complete(module))
         grids = _grids(module, [*quantizers, *inside])
-        integer, why = self._verdict(op, state, grids, complete, node in self.outputs)
+        integer, why = self._verdict(op, state, grids, complete, node in self.outputs or is_pointwise(module))
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]

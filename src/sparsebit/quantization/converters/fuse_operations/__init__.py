@@ -26,6 +26,7 @@ from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse
 from sparsebit.quantization.converters.fuse_operations.softmax_in_float import (
     softmax_in_float as _softmax_in_float,
 )
+from sparsebit.quantization.converters.fuse_operations.wholly_float import wholly_float as _wholly_float
 from sparsebit.quantization.converters.tasks import passes_named
 from sparsebit.quantization.quant_config import ScheduleConfig
 
@@ -39,6 +40,7 @@ FUSE_PASSES = [
     _integer_outputs,
     _equalize,
     _one_grid,
+    _wholly_float,
     _known_ranges,
 ]
 

@@ -42,6 +42,7 @@ from sparsebit.quantization.modules.conv import (
     QConvTranspose1d,
     QConvTranspose2d,
     QConvTranspose3d,
+    is_pointwise,
 )
 from sparsebit.quantization.modules.linear import QBilinear, QLinear
 from sparsebit.quantization.modules.math import QAdd
@@ -57,9 +58,10 @@ CONVS = (QConv1d, QConv2d, QConv3d, QConvTranspose1d, QConvTranspose2d, QConvTra
 INTEGER_CONVS = (QConv1d, QConv2d, QConv3d)
 BATCH_NORMS = (QBatchNorm1d, QBatchNorm2d, QBatchNorm3d, QSyncBatchNorm)
 CLIPS = (QReLU, QReLU6, QHardTanh, QThreshold)
+IN_INTEGERS = (QSigmoid, QLeakyReLU, QHardSigmoid)  # onnxruntime has tables for them
 SMOOTH = (QSigmoid, QLeakyReLU, QMish, QSiLU, QHardSigmoid, QHardSwish, QPReLU, QELU, QSELU, QCELU, QSoftplus)
 FOLLOWERS: dict[tuple[Any, ...], tuple[Any, ...]] = {  # producers -> activations computed with them
-    (*CONVS, *BATCH_NORMS): (*CLIPS, *SMOOTH),
+    (*CONVS, *BATCH_NORMS): (*CLIPS, *SMOOTH, QGELU),
     (QLinear, QBilinear): (*CLIPS, *SMOOTH, QGELU),
     (QAdd,): (QReLU, QReLU6),
 }
@@ -79,7 +81,9 @@ def _why_kept(producer: Any, follower: Any) -> str:
     quantizer = getattr(follower, "input_quantizer", None)
     if quantizer is None or quantizer.absorbed:
         return "has no active quantizer"
-    if isinstance(follower, SMOOTH) and wants_integer_output(producer, quantizer):
+    gives_float = is_pointwise(producer) and not isinstance(follower, IN_INTEGERS)
+    smooth = isinstance(follower, (*SMOOTH, QGELU)) and not gives_float
+    if smooth and wants_integer_output(producer, quantizer):
         return "keeps the convolution in front of it integer"
     return ""
 

@@ -19,7 +19,7 @@ from sparsebit.graph.ops import inputs_of, module_calls, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
-from sparsebit.quantization.modules.conv import QConv2d
+from sparsebit.quantization.modules.conv import QConv2d, is_depthwise
 from sparsebit.quantization.modules.math import QAdd
 from sparsebit.quantization.modules.normalization import QBatchNorm2d
 from sparsebit.quantization.modules.unary import QIdentity
@@ -32,7 +32,7 @@ CHAIN = Pat(
     QConv2d,
     Pat((QReLU, QReLU6), Pat(QConv2d, name="conv"), name="act"),
     name="depthwise",
-    where=lambda m, node: _is_depthwise(m.module("depthwise")),
+    where=lambda m, node: is_depthwise(m.module("depthwise")),
 )
 
 
@@ -73,10 +73,6 @@ class Equalization:
         quantizer.observer.min_val, quantizer.observer.max_val = top.new_zeros(1), top.max().reshape(1)
         quantizer.calc_qparams_with_minmax(quantizer.observer.min_val, quantizer.observer.max_val)
         return factor
-
-
-def _is_depthwise(conv: QConv2d) -> bool:
-    return conv.groups == conv.in_channels and conv.groups > 1
 
 
 @graph_pass("equalize", when=lambda cfg: cfg.schedule.equalize, keeps_output=True)

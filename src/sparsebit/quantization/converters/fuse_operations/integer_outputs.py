@@ -2,7 +2,8 @@
 
 A convolution is integer there only if every reader of its output takes codes. So a batch norm that is not folded, a
 tanh or a bilinear resize reads codes too, which costs one rounding. Norms of tokens and outputs of the model still read
-float values: there the rounding costs more than the convolution gains.
+float values: there the rounding costs more than the convolution gains. A convolution of 1 x 1 gives float values
+anyway.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
 from sparsebit.quantization.converters.fuse_operations.one_grid import insert_quantizer
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
+from sparsebit.quantization.modules.conv import is_pointwise
 from sparsebit.quantization.modules.math import FLOAT_READERS
 from sparsebit.quantization.tools.output_grids import OutputGrids
 
@@ -32,7 +34,7 @@ def integer_outputs(gm: fx.GraphModule, ctx: Any) -> int:
     inserted = 0
     for node in list(gm.graph.nodes):
         conv: Any = module_of(node, gm) if node.op == "call_module" else None
-        if not isinstance(conv, INTEGER_CONVS) or conv.input_quantizer is None:
+        if not isinstance(conv, INTEGER_CONVS) or conv.input_quantizer is None or is_pointwise(conv):
             continue
         if not wants_integer_output(conv, conv.input_quantizer) or not _is_worth_it(conv):
             continue

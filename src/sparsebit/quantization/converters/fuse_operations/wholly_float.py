@@ -1,0 +1,52 @@
+"""wholly_float: a convolution that onnxruntime computes in float anyway has no quantizers (its input and weight).
+
+Its output is read in float, so it has no integer kernel. Rounding its operands costs accuracy and time, and gains
+nothing. Where its input comes from an integer kernel the quantizer stays: the op in front needs it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from sparsebit.graph.ops import inputs_of, module_calls, module_of
+from sparsebit.graph.passes import graph_pass
+from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
+    INTEGER_CONVS,
+    wants_integer_output,
+)
+from sparsebit.quantization.converters.fuse_operations.one_grid import PRODUCERS
+from sparsebit.quantization.modules import MultipleInputsQuantOpr
+from sparsebit.quantization.modules.conv import is_pointwise
+from sparsebit.quantization.tools.layers import is_active, moves_values
+from sparsebit.quantization.tools.output_grids import CLIPS, OutputGrids
+
+
+@graph_pass("wholly_float", when=lambda cfg: cfg.schedule.enabled("wholly_float"), keeps_output=True)
+def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
+    changed, calls = 0, module_calls(gm)
+    for node in gm.graph.nodes:
+        conv: Any = module_of(node, gm) if node.op == "call_module" else None
+        if not isinstance(conv, INTEGER_CONVS) or is_pointwise(conv) or calls[str(node.target)] > 1:
+            continue
+        own = conv.input_quantizer
+        if not is_active(own) or not is_active(conv.weight_quantizer) or not wants_integer_output(conv, own):
+            continue
+        read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
+        if read_in_float and not _gives_codes(inputs_of(node)[0], gm):
+            conv.set_fake_fused()
+            changed += 1
+    return changed
+
+
+def _gives_codes(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Is the value made by an op that is integer if its output is quantized, as it is or moved around?"""
+    module: Any = module_of(node, gm) if node.op == "call_module" else None
+    if isinstance(module, MultipleInputsQuantOpr):
+        return module.input_quantizer_generated
+    if isinstance(module, PRODUCERS):
+        return not isinstance(module, INTEGER_CONVS) or is_active(module.weight_quantizer)
+    if module is None or not node.all_input_nodes or not (moves_values(module) or isinstance(module, CLIPS)):
+        return node.op == "placeholder" and len(node.users) > 1
+    return _gives_codes(node.all_input_nodes[0], gm)
