@@ -65,10 +65,11 @@ def test_ops_that_have_integer_kernels(tmp_path):
     )
     _, report = certified(net, [torch.randn(2, 3, 8, 8) * 3 for _ in range(3)], tmp_path)
     found = Counter(report.integer)
-    last = len(net.ops)  # their output is an output of the model, in float
+    last = len(net.ops)  # their output is an output of the model, in float: a convolution of 1 x 1 gives that
     # softmax stays float, and so does the convolution in front of it
     # the average pool is a depthwise convolution in the file
-    assert found["QLinearConv"] == last + 2 and report.floating.get("Conv", 0) == last + 1
+    assert found["QLinearConv"] == last + 2 and report.floating.get("Conv", 0) == 1
+    assert found["QGemm"] == last
     assert found["QLinearGlobalAveragePool"] == 1
     assert found["MaxPool"] == found["Resize"] == report.floating["Softmax"] == 1
     assert found["QLinearLeakyRelu"] == found["QLinearSigmoid"] == 1
@@ -104,7 +105,8 @@ def test_a_convolution_in_front_of_a_float_activation_is_integer(tmp_path):
     _, report = certified(net, [torch.randn(2, 3, 8, 8) * 2 for _ in range(3)], tmp_path)
     assert report.integer["QLinearConv"] == len(SMOOTH)
     kernels = {"Tanh": 1, "Gelu": 1}
-    assert report.floating == kernels | {"Conv": len(SMOOTH)}  # the last of each: their output is the model's
+    assert report.floating == kernels
+    assert report.integer["QGemm"] == len(SMOOTH)  # the last of each, 1 x 1: their output is the model's
     for name, (_, op, reason) in SMOOTH.items():
         assert report.why_float[f"ops.{name} ({op})"] == f"onnxruntime has no integer kernel for {reason}"
 

@@ -120,7 +120,7 @@ def test_D25_bits_are_placed_by_name(tmp_path, monkeypatch):
     export_once(monkeypatch, "plain")
     config = {
         "BACKEND": "onnxruntime",
-        "SCHEDULE": {"FUSE_BN": True},
+        "SCHEDULE": {"FUSE_BN": True, "WHOLLY_FLOAT": False},
         "W": {"SPECIFIC": [{"layer1.0.conv1": ["QUANTIZER.BIT", 4]}, {"fc": ["QUANTIZER.BIT", 6]}]},
         "A": {"SPECIFIC": [{"layer1.0.conv2": ["QUANTIZER.BIT", 5]}]},
     }
