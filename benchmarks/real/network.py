@@ -46,6 +46,14 @@ class Network:
         """The rows of the outputs that were not calibrated on."""
         return np.arange(rows)
 
+    def samples(self, rows: int) -> Array:
+        """What is resampled, where one sample is not one row."""
+        return self.judged(rows)
+
+    def rows(self, outputs: list[Array], samples: int) -> list[Array]:
+        """The outputs with one row per sample of the data."""
+        return outputs
+
     def also(self, place: Place, outputs: list[Array]) -> dict[str, float]:
         """More figures, for the reader."""
         return {}
@@ -60,9 +68,9 @@ def from_onnx(file: Path) -> torch.nn.Module:
     import onnx2torch
 
     import real.onnx_lstm  # noqa: F401  onnx2torch has no LSTM of its own
+    from real.constants import written_down
 
-    model: torch.nn.Module = onnx2torch.convert(onnx.load(file)).eval()
-    return model
+    return written_down(onnx2torch.convert(onnx.load(file)).eval())
 
 
 def save_data(place: Place, calibrate: list[Batch], judge: list[Batch], timed: Batch | None = None) -> None:

@@ -50,11 +50,12 @@ def lstm_of(w: Tensor, r: Tensor, b: Tensor) -> nn.LSTM:
 @add_converter(operation_type="LSTM", version=14)
 def _(node: Any, graph: Any) -> OperationConverterResult:
     names = node.input_values
-    used = [name for name in node.output_values if name]
-    if len(used) != 1 or (len(names) > 4 and names[4]) or (len(names) > 7 and names[7]):
-        raise NotImplementedError(f"{node.name}: only the sequence of a plain LSTM is converted")
+    if (len(names) > 4 and names[4]) or (len(names) > 7 and names[7]):
+        raise NotImplementedError(
+            f"{node.name}: only a plain LSTM is converted, without lengths and peepholes"
+        )
     w, r, b = (graph.initializers[name].to_torch() for name in names[1:4])
     return OperationConverterResult(
         torch_module=OnnxLSTM(lstm_of(w, r, b)),
-        onnx_mapping=OnnxMapping(inputs=names[:1], outputs=(used[0],)),
+        onnx_mapping=OnnxMapping(inputs=names[:1], outputs=node.output_values[:1]),
     )

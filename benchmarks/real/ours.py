@@ -7,20 +7,24 @@ from typing import Any
 
 from real import network as networks
 from real import place as places
-from real.feeds import load_batches, save_outputs
+from real.feeds import load_batches, load_outputs, save_outputs
 from real.network import Network
+from real.scores import decibels
+
+LEAST = 50.0  # dB between the float model and the float file
 
 
 def write(network: Network, place: places.Place, label: str, config: str | None, backend: str | None) -> None:
     """The file, the outputs of the quantized model in torch, and how it went."""
     import sparsebit
 
-    made: dict[str, Any] = {"config": config, "backend": backend}
+    model = network.model(place)
+    made: dict[str, Any] = {"config": config, "backend": backend, "float_sqnr": same(network, model, place)}
     place.file(label).unlink(missing_ok=True)
     start = time.monotonic()
     batches = list(load_batches(place.calibrate))
     qmodel = sparsebit.quantize(
-        network.model(place), [networks.call_of(b) for b in batches], chosen(config, backend), progress=False
+        model, [networks.call_of(b) for b in batches], chosen(config, backend), progress=False
     )
     made["quantize_seconds"] = round(time.monotonic() - start, 1)
     save_outputs(place.outputs(label, "simulated"), networks.run(qmodel, load_batches(place.judge)))
@@ -36,6 +40,18 @@ def write(network: Network, place: places.Place, label: str, config: str | None,
     print(
         f"{network.name} {label}: {made['quantize_seconds']} s to quantize, {made['export_seconds']} s to export"
     )
+
+
+def same(network: Network, model: Any, place: places.Place) -> float:
+    """The float model in torch beside the float file, in dB: a conversion that changes the network is an error."""
+    first = next(load_batches(place.judge))
+    count = len(next(iter(first.values())))
+    found = network.rows(networks.run(model, [first]), count)[0]
+    wanted = load_outputs(place.outputs("float", "here"))[0][: len(found)].reshape(found.shape)
+    near = decibels(wanted, found)
+    if near < LEAST:
+        raise SystemExit(f"{network.name}: the model in torch is only {near} dB from the float file")
+    return near
 
 
 def chosen(config: str | None, backend: str | None) -> Any:

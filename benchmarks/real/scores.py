@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from real.feeds import Array, load_outputs
+from real.feeds import Array, load_batches, load_outputs
 from real.network import Network
 from real.place import Place, write
 
@@ -33,20 +33,23 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 def score(network: Network, place: Place, tool: str, where: str) -> dict[str, Any]:
     """Judge the outputs of a tool, and keep the figures."""
-    outputs = load_outputs(place.outputs(tool, where))
-    reference = load_outputs(place.outputs("float", "here"))
+    count = sum(len(next(iter(batch.values()))) for batch in load_batches(place.judge))
+    reference, outputs = (
+        network.rows(load_outputs(place.outputs(*key)), count) for key in (("float", "here"), (tool, where))
+    )
     rows = network.judged(len(outputs[0]))
+    samples = network.samples(len(outputs[0]))
     measure = network.measure(place, outputs)
     found = {
         "network": network.name,
         "tool": tool,
         "where": where,
         "metric": network.metric,
-        "value": round(float(measure(rows)), 4),
-        "rows": len(rows),
+        "value": round(float(measure(samples)), 4),
+        "rows": len(samples),
         "sqnr": [decibels(a[rows], b[rows]) for a, b in zip(reference, outputs)],
         "also": network.also(place, outputs),
-        "replicates": replicates(measure, rows),
+        "replicates": replicates(measure, samples),
     }
     found["interval"] = [round(end, 4) for end in interval(found["replicates"])]
     if len(rows) < len(outputs[0]):
