@@ -54,6 +54,15 @@ class Resize(nn.Module):
         return interpolate(x, self.sizes, self.scales, mode, self.align)
 
 
+class Squeeze(nn.Module):
+    def __init__(self, axes: list[int]):
+        super().__init__()
+        self.axes = axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.squeeze(tuple(self.axes))
+
+
 class Split(nn.Module):
     def __init__(self, sizes: list[int], axis: int):
         super().__init__()
@@ -84,6 +93,7 @@ STATIC: dict[str, Callable[..., nn.Module]] = {
     "OnnxExpand": lambda module, shape: Expand(shape),
     "OnnxResize": resize_of,
     "OnnxResizeV10": resize_of,
+    "OnnxSqueezeDynamicAxes": lambda module, axes: Squeeze(axes),
     "OnnxSplit13": lambda module, sizes: Split(sizes, module.axis),
 }
 
@@ -93,14 +103,14 @@ def written_down(model: fx.GraphModule) -> fx.GraphModule:
     for node in model.graph.nodes:
         module = modules.get(node.target) if node.op == "call_module" else None
         build = STATIC.get(type(module).__name__)
-        constants = [constant(model, given) for given in node.args[1:]]
-        if build is None or any(found is Unknown for found in constants):
-            continue
-        if not constants:
+        places = [constant(model, given) for given in node.args[1:]]
+        names = {name: constant(model, given) for name, given in node.kwargs.items()}
+        constants = [*places, *names.values()]
+        if build is None or not constants or Unknown in constants:
             continue
         parent, _, name = node.target.rpartition(".")
-        setattr(model.get_submodule(parent), name, build(module, *constants))
-        node.args = node.args[:1]
+        setattr(model.get_submodule(parent), name, build(module, *places, **names))
+        node.args, node.kwargs = node.args[:1], {}
     model.graph.eliminate_dead_code()
     model.recompile()
     return model

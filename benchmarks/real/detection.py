@@ -5,7 +5,6 @@ The images at even places calibrate, those at odd places judge.
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from real import coco, packages
 from real.feeds import Array, load_outputs
 from real.network import Measure, Network, save_images
 from real.place import Place
+from real.static import fixed
 
 
 class Detector(Network):
@@ -45,7 +45,8 @@ class YoloxNano(Detector):
         return coco.tools().yolox
 
     def prepare(self, place: Place) -> None:
-        shutil.copy(assets.ASSETS / "yolox_nano" / "yolox_nano_416.onnx", place.file("float"))
+        file = assets.ASSETS / "yolox_nano" / "yolox_nano_416.onnx"
+        fixed(file, {self.input: [1, 3, 416, 416]}, place.file("float"))
         self.save(place)
 
 
@@ -77,8 +78,6 @@ class Nudenet(Detector):
     SIZE, SURE, LEAST = 320, 0.25, 0.05
 
     def prepare(self, place: Place) -> None:
-        from real.static import fixed
-
         file = packages.carried(place.work, "nudenet/320n.onnx")
         fixed(file, {"images": [1, 3, self.SIZE, self.SIZE]}, place.file("float"))
         x = np.stack([self.squared(picture) for picture in coco.pictures()])

@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 
 class OnnxLSTM(nn.Module):
-    """torch's LSTM with the layout of ONNX at its output: (steps, directions, batch, hidden)."""
+    """torch's LSTM with the layout of ONNX at its first output, the only one: (steps, directions, batch, hidden)."""
 
     def __init__(self, lstm: nn.LSTM):
         super().__init__()
         self.lstm = lstm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor]:
         y, _ = self.lstm(x)
         directions = 2 if self.lstm.bidirectional else 1
-        return y.reshape(y.shape[0], y.shape[1], directions, self.lstm.hidden_size).transpose(1, 2)
+        parts = y.reshape(y.shape[0], y.shape[1], directions, self.lstm.hidden_size)
+        return (parts.transpose(1, 2),)
 
 
 def in_torch_order(weight: Tensor, hidden: int) -> Tensor:
@@ -57,5 +58,5 @@ def _(node: Any, graph: Any) -> OperationConverterResult:
     w, r, b = (graph.initializers[name].to_torch() for name in names[1:4])
     return OperationConverterResult(
         torch_module=OnnxLSTM(lstm_of(w, r, b)),
-        onnx_mapping=OnnxMapping(inputs=names[:1], outputs=node.output_values[:1]),
+        onnx_mapping=OnnxMapping(inputs=names[:1], outputs=node.output_values),
     )
