@@ -126,12 +126,13 @@ class WhisperEncoder(Network):
 
 def sound(name: str) -> Array:
     import soundfile
+    from scipy.signal import resample_poly
 
     folder = assets.ASSETS / "asr_sample"
     values, rate = soundfile.read(next(folder.glob(f"{name}.*")), dtype="float32")
-    if rate != RATE:
-        raise SystemExit(f"{name}: {rate} Hz; Whisper takes {RATE} Hz")
-    return np.asarray(values)
+    if values.ndim > 1:
+        values = values.mean(1)
+    return np.asarray(resample_poly(values, RATE, rate), np.float32)
 
 
 def features(sounds: list[Array]) -> Array:

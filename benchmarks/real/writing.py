@@ -50,7 +50,7 @@ def colours(chance: np.random.Generator, contrast: float) -> tuple[Colour, Colou
 
 def line(text: str, font: Path, chance: np.random.Generator) -> Image.Image:
     """A text line as a crop of a photograph: turned a little, blurred, with noise."""
-    ground, ink = colours(chance, 50)
+    ground, ink = colours(chance, 35)
     drawn = ImageFont.truetype(str(font), int(chance.integers(22, 44)))
     left, top, right, bottom = drawn.getbbox(text)
     margin = chance.integers(2, 9, 4)
@@ -58,8 +58,8 @@ def line(text: str, font: Path, chance: np.random.Generator) -> Image.Image:
     picture = Image.new("RGB", size, ground)
     ImageDraw.Draw(picture).text((margin[0] - left, margin[2] - top), text, ink, drawn)
     picture = picture.rotate(chance.uniform(-2, 2), Image.Resampling.BILINEAR, fillcolor=ground)
-    picture = picture.filter(ImageFilter.GaussianBlur(chance.uniform(0, 1.4)))
-    return noisy(picture, chance, chance.uniform(0, 16))
+    picture = picture.filter(ImageFilter.GaussianBlur(chance.uniform(0, 2.2)))
+    return noisy(picture, chance, chance.uniform(0, 40))
 
 
 def noisy(picture: Image.Image, chance: np.random.Generator, strength: float) -> Image.Image:
