@@ -22,7 +22,7 @@ CALIBRATE, PAIRS = 128, 500
 class MiniLM(Network):
     """128 sentences of the test part calibrate, 500 pairs of the dev part judge."""
 
-    name, metric = "MiniLM", "Spearman"
+    name, metric = "MiniLM", "Spearman x 100"
     batch = 16
     attention = True
     axes = {key: {0: "batch", 1: "length"} for key in ("input_ids", "attention_mask")}
@@ -54,7 +54,7 @@ class MiniLM(Network):
         vectors = normalize(torch.from_numpy(outputs[0])[torch.tensor(truth["order"]).argsort()], dim=1)
         first, second = vectors.split(PAIRS)
         found, scores = (first * second).sum(1), torch.tensor(truth["scores"])
-        return lambda rows: minilm.spearman(found[rows], scores[rows])
+        return lambda rows: 100 * minilm.spearman(found[rows], scores[rows])
 
     def samples(self, rows: int) -> Array:
         return np.arange(rows // 2)
