@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import shutil
 import subprocess
 import sys
 import time
@@ -46,57 +47,70 @@ STEPS = ("prepare", "float", "ours", "peer", "score", "time", "table")
 
 # -- one step for one network ------------------------------------------------------------------------------
 def prepare(network: Any, place: Place, args: argparse.Namespace) -> None:
-    place.folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(place.folder, ignore_errors=True)  # results on other data
+    place.folder.mkdir(parents=True)
     network.prepare(place)
     print(f"{network.name}: {place.folder}")
 
 
 def floating(network: Any, place: Place, args: argparse.Namespace) -> None:
-    run_and_score(network, place, "float", args)
+    require(run_and_score(network, place, "float", args))
 
 
 def ours(network: Any, place: Place, args: argparse.Namespace) -> None:
     from real import ours as tool
 
-    tool.write(network, place, args.label, args.config, args.backend)
+    place.forget(args.label)
+    try:
+        tool.write(network, place, args.label, args.config, args.backend)
+    except Exception as error:
+        write(place.made(args.label), {"failed": f"{type(error).__name__}: {error}"[:300]})
+        raise
     show_score(network, place, args.label, "simulated")
-    run_and_score(network, place, args.label, args)
+    require(run_and_score(network, place, args.label, args))
 
 
 def peer(network: Any, place: Place, args: argparse.Namespace) -> None:
     for tool in [tool for name in args.tools or PEERS for tool in PEERS.get(name, (name,))]:
+        place.forget(tool)
         start = time.monotonic()
         command = [
             *(packages.python_of(tool, args.work), str(HERE / "real" / "write_peer.py"), tool),
             *map(str, (place.file("float"), place.calibrate, place.file(tool))),
             *(["--attention"] if network.attention else []),
         ]
-        place.file(tool).unlink(missing_ok=True)
         done = subprocess.run(command, capture_output=True, text=True)
         made: dict[str, Any] = {"seconds": round(time.monotonic() - start, 1)}
         if done.returncode:
             made["failed"] = (done.stderr.strip() or "no message").splitlines()[-1][:300]
             print(f"{network.name} {tool}: {made['failed']}", flush=True)
+        elif not run_and_score(network, place, tool, args):
+            made["failed"] = "the file does not run"
         write(place.made(tool), made)
-        if not done.returncode:
-            run_and_score(network, place, tool, args)
 
 
 def score(network: Any, place: Place, args: argparse.Namespace) -> None:
-    for tool in args.tools or ["float", *place.tools()]:
-        if place.file(tool).is_file():
-            run_and_score(network, place, tool, args)
+    tools = [tool for tool in args.tools or ["float", *place.tools()] if place.file(tool).is_file()]
+    ran = [run_and_score(network, place, tool, args) for tool in tools]
+    require(all(ran))
 
 
-def run_and_score(network: Any, place: Place, tool: str, args: argparse.Namespace) -> None:
+def require(ran: bool) -> None:
+    if not ran:
+        sys.exit(1)
+
+
+def run_and_score(network: Any, place: Place, tool: str, args: argparse.Namespace) -> bool:
+    """Whether the file runs."""
     files = (place.file(tool), place.judge, place.outputs(tool, args.where))
     command = [runner(args), str(HERE / "real" / "run_file.py"), *map(str, files), *how(args)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         place.score(tool, args.where).unlink(missing_ok=True)
         print(f"{network.name} {tool} {args.where}: {done.stderr.strip()[-1000:]}", flush=True)
-        return
+        return False
     show_score(network, place, tool, args.where)
+    return True
 
 
 def show_score(network: Any, place: Place, tool: str, where: str) -> None:
@@ -153,7 +167,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "real_networks")
     parser.add_argument("--config", help="of ours: a preset or a file; the default, if left out")
     parser.add_argument("--backend", help="of ours: of the config and of the export")
-    parser.add_argument("--as", dest="label", default="ours", help="of ours: the name of this try")
+    parser.add_argument("--as", dest="label", default="ours", help="of ours and table: the name of this try")
     parser.add_argument("--where", help="name of the place where files run; here, or the runtime")
     parser.add_argument("--runtime", choices=["onnxruntime", "openvino"], default="onnxruntime")
     parser.add_argument("--python", type=Path, help="the interpreter that runs the files")
@@ -191,7 +205,7 @@ def main() -> None:
     if args.step == "table":
         from real import table
 
-        print(table.text({name: Place(args.work, name) for name in names}, args.where))
+        print(table.text({name: Place(args.work, name) for name in names}, args.where, args.label))
         return
     if len(names) > 1:
         failed = [name for name in names if alone(name)]

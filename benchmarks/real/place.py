@@ -54,6 +54,13 @@ class Place:
     def times(self, where: str) -> Path:
         return self.folder / f"times.{where}.json"
 
+    def forget(self, tool: str) -> None:
+        """Remove all that is known of the file of a tool, which is about to be made anew."""
+        for file in [*self.folder.glob(f"{tool}.*")]:
+            file.unlink()
+        for file in self.folder.glob("times.*.json"):
+            write(file, {name: row for name, row in read(file).items() if name != tool})
+
     def tools(self) -> list[str]:
         """Every tool that has been asked for a file here."""
         return sorted(file.name.removesuffix(".made.json") for file in self.folder.glob("*.made.json"))

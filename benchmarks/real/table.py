@@ -28,8 +28,8 @@ LEGEND = (
 )
 
 
-def text(places: dict[str, Place], where: str) -> str:
-    rows = [Row(name, place, where) for name, place in places.items()]
+def text(places: dict[str, Place], where: str, label: str) -> str:
+    rows = [Row(name, place, where, label) for name, place in places.items()]
     rows = [row for row in rows if row.floating]
     lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in rows]
@@ -39,11 +39,11 @@ def text(places: dict[str, Place], where: str) -> str:
 class Row:
     """What is known of one network."""
 
-    def __init__(self, name: str, place: Place, where: str):
-        self.name, self.place, self.where = name, place, where
+    def __init__(self, name: str, place: Place, where: str, label: str):
+        self.name, self.place, self.where, self.label = name, place, where, label
         self.floating = read(place.score("float", "here"))
-        self.simulated = read(place.score("ours", "simulated"))
-        self.ours = read(place.score("ours", where))
+        self.simulated = read(place.score(label, "simulated"))
+        self.ours = read(place.score(label, where))
         self.nncf = self.scores(NNCF)
         self.static = self.scores(STATIC)
         self.times = read(place.times(where))
@@ -142,7 +142,7 @@ def verdict(ok: bool) -> str:
 
 
 def certificates(rows: list[Row]) -> str:
-    made = {row.name: read(row.place.made("ours")) for row in rows}
+    made = {row.name: read(row.place.made(row.label)) for row in rows}
     failed = [name for name, found in made.items() if found and not found.get("certified")]
     return "NO: " + ", ".join(failed) if failed else "yes"
 
@@ -150,7 +150,7 @@ def certificates(rows: list[Row]) -> str:
 def own_bars(row: Row) -> list[str]:
     value, noise = row.ours.get("value_all", row.ours["value"]), mean_sqnr(row.ours)
     whole = row.floating.get("value_all", row.floating["value"])
-    ratio = row.times.get("ours", {}).get("ratio")
+    ratio = row.times.get(row.label, {}).get("ratio")
     timed = "not timed" if ratio is None else f"{ratio:.2f} ({verdict(ratio <= 1)})"
     if row.name == "YOLOX-nano":
         return [
