@@ -6,7 +6,7 @@
     python benchmarks/real_networks.py peer nncf static   the same for the other tools, in venvs that this makes
     python benchmarks/real_networks.py score              run and judge the files that are there again
     python benchmarks/real_networks.py time               files in turns, one thread, batch 1; run it on a quiet machine
-    python benchmarks/real_networks.py table              all side by side, and the bars
+    python benchmarks/real_networks.py table              all side by side, and the bars; --save writes the pages
 
 Options: `--models "YOLOX-nano" FastestDet` takes some networks; `--work FOLDER` keeps the results elsewhere than in
 build/real_networks. `ours --config PRESET_OR_FILE --backend openvino --as NAME` tries something else beside the
@@ -35,9 +35,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
 
 import assets
+import peers
 from real import packages
 from real.place import Place, read, write
 
+NNCF_VERSION = next(name for name in peers.PACKAGES["nncf"] if name.startswith("nncf==")).partition("==")[2]
 PEERS = {
     "nncf": ("nncf", "nncf-mixed"),
     "static": ("static-minmax", "static-reduced", "static-percentile", "static-entropy"),
@@ -168,6 +170,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--config", help="of ours: a preset or a file; the default, if left out")
     parser.add_argument("--backend", help="of ours: of the config and of the export")
     parser.add_argument("--as", dest="label", default="ours", help="of ours and table: the name of this try")
+    parser.add_argument(
+        "--save", action="store_true", help="of table: keep it in docs/figures and in the pages"
+    )
     parser.add_argument("--where", help="name of the place where files run; here, or the runtime")
     parser.add_argument("--runtime", choices=["onnxruntime", "openvino"], default="onnxruntime")
     parser.add_argument("--python", type=Path, help="the interpreter that runs the files")
@@ -177,6 +182,19 @@ def arguments() -> argparse.Namespace:
     args.work = args.work.resolve()
     args.where = args.where or ("here" if args.runtime == "onnxruntime" else args.runtime)
     return args
+
+
+def show_table(places: dict[str, Place], args: argparse.Namespace) -> None:
+    from real import table
+
+    print(table.text(places, args.where, args.label))
+    if args.save:
+        import charts
+        import figures
+
+        rows = table.kept(places, args.where, args.label)
+        print(figures.save("real_networks", rows, figures.started(), versions={"nncf": NNCF_VERSION}))
+        charts.write()
 
 
 def alone(name: str) -> int:
@@ -203,9 +221,7 @@ def main() -> None:
     if unknown:
         sys.exit(f"--models: {', '.join(unknown)}: not one of {', '.join(NETWORKS)}")
     if args.step == "table":
-        from real import table
-
-        print(table.text({name: Place(args.work, name) for name in names}, args.where, args.label))
+        show_table({name: Place(args.work, name) for name in names}, args)
         return
     if len(names) > 1:
         failed = [name for name in names if alone(name)]

@@ -7,9 +7,9 @@ from typing import Any
 
 from real import network as networks
 from real import place as places
-from real.feeds import load_batches, load_outputs, save_outputs
+from real.feeds import load_batches, save_outputs
 from real.network import Network
-from real.scores import decibels
+from real.scores import decibels, rows_of
 
 LEAST = 50.0  # dB between the float model and the float file
 
@@ -47,10 +47,10 @@ def same(network: Network, model: Any, place: places.Place) -> float:
     first = next(load_batches(place.judge))
     count = len(next(iter(first.values())))
     found = network.rows(networks.run(model, [first]), count)[0]
-    wanted = load_outputs(place.outputs("float", "here"))[0][: len(found)].reshape(found.shape)
+    wanted = rows_of(network, place, "float", "here")[0][:count]
     near = decibels(wanted, found)
     if near < LEAST:
-        raise SystemExit(f"{network.name}: the model in torch is only {near} dB from the float file")
+        raise ValueError(f"{network.name}: the model in torch is only {near} dB from the float file")
     return near
 
 

@@ -31,12 +31,15 @@ def interval(values: list[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def rows_of(network: Network, place: Place, tool: str, where: str) -> list[Array]:
+    """The outputs of a tool, one row per sample."""
+    count = sum(len(next(iter(batch.values()))) for batch in load_batches(place.judge))
+    return network.rows(load_outputs(place.outputs(tool, where)), count)
+
+
 def score(network: Network, place: Place, tool: str, where: str) -> dict[str, Any]:
     """Judge the outputs of a tool, and keep the figures."""
-    count = sum(len(next(iter(batch.values()))) for batch in load_batches(place.judge))
-    reference, outputs = (
-        network.rows(load_outputs(place.outputs(*key)), count) for key in (("float", "here"), (tool, where))
-    )
+    reference, outputs = rows_of(network, place, "float", "here"), rows_of(network, place, tool, where)
     rows = network.judged(len(outputs[0]))
     samples = network.samples(len(outputs[0]))
     measure = network.measure(place, outputs)

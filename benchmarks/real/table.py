@@ -36,6 +36,12 @@ def text(places: dict[str, Place], where: str, label: str) -> str:
     return "\n".join([*lines, "", *LEGEND, "", *tries(rows), *bars(rows)])
 
 
+def kept(places: dict[str, Place], where: str, label: str) -> list[dict[str, str]]:
+    """The rows of the table, for docs/figures."""
+    rows = [Row(name, place, where, label) for name, place in places.items()]
+    return [dict(zip(HEAD, row.cells())) for row in rows if row.floating]
+
+
 class Row:
     """What is known of one network."""
 
