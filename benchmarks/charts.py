@@ -198,8 +198,13 @@ def llm(rows: list[dict[str, Any]], chinese: bool) -> str:
     return figures.table(["", "perplexity", "KL, nats", "CPU seconds"], lines)
 
 
+def real_networks(rows: list[dict[str, Any]], chinese: bool) -> str:
+    return figures.table(list(rows[0]), [list(row.values()) for row in rows])
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]], bool], str]]] = {  # name: its figures, its maker
     "five models": ("five_models", five_models),
+    "real networks": ("real_networks", real_networks),
     "peers w8a8": ("peers_w8a8", peers_w8a8),
     "accuracy mobilenet": ("accuracy_mobilenet", accuracy),
     "accuracy presets": ("accuracy_presets", accuracy),

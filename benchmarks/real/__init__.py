@@ -1,0 +1,1 @@
+"""Parts of benchmarks/real_networks.py: networks with real weights, the tools that quantize them, and the scores."""
