@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
+from sparsebit.cli.compare import lines
+from sparsebit.cli.other_work import OtherWork
 from sparsebit.report import FORMATS, render
 
 VOID = {"meta", "rect", "input", "br"}
@@ -179,6 +184,34 @@ def test_latency_is_in_every_format(run, sparsebit):
     text = f"{facts['milliseconds']['float']:.3g} → {facts['milliseconds']['new']:.3g} ms"
     for style in FORMATS:
         assert text in render(run, style) and f"{facts['cores']} core" in render(run, style)
+
+
+def test_times_of_a_busy_machine_say_so(run):
+    """On the page, and on the screen; a machine that has next to nothing else to do is not spoken of."""
+    about = json.loads((run / "run.json").read_text())
+    facts = about["steps"]["latency"]
+    for cores, words in ((1.26, "other programs took 1.3 cores meanwhile"), (0.1, ""), (None, "")):
+        facts["others"] = cores
+        (run / "run.json").write_text(json.dumps(about))
+        shown = "\n".join(lines({"latency": facts}))
+        for text in (shown, render(run), render(run, "md")):
+            assert ("other programs" in text) == bool(words) and words in text
+
+
+def test_other_programs_are_measured():
+    """A process beside this one counts, what this one does itself does not."""
+    alone = OtherWork()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        pass
+    before = alone.cores()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        beside = OtherWork()
+        time.sleep(1.5)
+        after = beside.cores()
+        other.kill()
+    assert before is not None and after is not None and 0 <= before
+    assert after > 0.2
 
 
 def test_top1_of_labels(sparsebit, work):
