@@ -62,9 +62,14 @@ def test_the_command_says_it_in_one_line_too(tmp_path):
     script = tmp_path / "sparsebit"
     script.write_text("import sys\nfrom sparsebit.cli import main\nsys.exit(main())\n")
     done = with_torch("2.7.1", tmp_path, [str(script), "--version"])
-    assert done.returncode == 2 and not done.stdout and done.stderr == (
-        f"error: sparsebit {sparsebit.__version__} needs torch 2.8 or newer, but torch 2.7.1 is installed: "
-        f"pip install --upgrade torch\n"
+    assert (
+        done.returncode == 2
+        and not done.stdout
+        and done.stderr
+        == (
+            f"error: sparsebit {sparsebit.__version__} needs torch 2.8 or newer, but torch 2.7.1 is installed: "
+            f"pip install --upgrade torch\n"
+        )
     )
 
 
