@@ -47,12 +47,12 @@ def with_torch(version: str, folder: Path, run: Sequence[str] = ("-c", "import s
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
 
 
-@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.7.1", "1.13.0a0+git1"])
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.8.0", "1.13.0a0+git1"])
 def test_an_old_torch_is_refused_in_one_line(version, tmp_path):
     done = with_torch(version, tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last == (
-        f"ImportError: sparsebit {sparsebit.__version__} needs torch 2.8 or newer, but torch {version} is installed: "
+        f"ImportError: sparsebit {sparsebit.__version__} needs torch 2.9 or newer, but torch {version} is installed: "
         f"pip install --upgrade torch"
     )
 
@@ -67,13 +67,13 @@ def test_the_command_says_it_in_one_line_too(tmp_path):
         and not done.stdout
         and done.stderr
         == (
-            f"error: sparsebit {sparsebit.__version__} needs torch 2.8 or newer, but torch 2.7.1 is installed: "
+            f"error: sparsebit {sparsebit.__version__} needs torch 2.9 or newer, but torch 2.7.1 is installed: "
             f"pip install --upgrade torch\n"
         )
     )
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "2.10.0a0+git1", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.9.0", "2.10.0a0+git1", "3.0.0"])
 def test_a_torch_that_is_new_enough_is_taken(version, tmp_path):
     done = with_torch(version, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ __all__ = [
     "verify",
 ]
 
-_OLDEST_TORCH = (2, 8)  # as in pyproject.toml
+_OLDEST_TORCH = (2, 9)  # as in pyproject.toml
 
 
 def _check_torch() -> None:
