@@ -2,20 +2,23 @@
 
     python benchmarks/gguf_tokens.py smollm2-w4.gguf --text "The capital of France is"
 
-llama.cpp rounds what enters packed layers to 8 bits, in runs of 32. The same is done in transformers, to see whether
-that is the difference; and once more with embeddings that are changed a little, to see what such a change alone does.
+llama.cpp rounds what enters packed layers to 8 bits, in runs of 32. To see whether that is the difference, llama.cpp
+also gets a file in which the same weights are float32, so that nothing enters a packed layer; and transformers also
+rounds its inputs, once more with embeddings that are changed a little, to see what such a change alone does.
 Needs transformers, accelerate, gguf and llama-cpp-python.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsebit.llm.gguf import export_gguf
 from sparsebit.llm.gguf.runner import ask_llama_cpp
 
 CHANGE = 1e-5  # of the embeddings
@@ -56,12 +59,12 @@ def logits(model: Any, ids: list[int]) -> Tensor:
     return found
 
 
-@torch.no_grad()
 def greedy(model: Any, ids: list[int], new: int) -> list[int]:
-    settings = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
-    given = torch.tensor([ids])
-    found = model.generate(given, attention_mask=torch.ones_like(given), pad_token_id=0, **settings)
-    return list(found[0, len(ids) :].tolist())
+    """Also behind the token that ends a text, as the runner of llama.cpp goes on there."""
+    found = list(ids)
+    for _ in range(new):
+        found.append(int(logits(model, found)[-1].argmax()))
+    return found[len(ids) :]
 
 
 def same(a: list[int], b: list[int]) -> int:
@@ -76,31 +79,45 @@ def ratio(a: Tensor, b: Tensor) -> str:
     return ", ".join(f"{float(v):.0f}" for v in values)
 
 
+def in_llama_cpp(file: Path, ids: list[int], new: int, model: Any) -> tuple[str, Tensor]:
+    """How many tokens are those of transformers, which has the same weights; and the logits."""
+    found = ask_llama_cpp(file, prompts=[ids], new=new, every=True)
+    equal = same(found["greedy"][0], greedy(model, ids, new)) if new else 0
+    theirs = torch.tensor(found["logits"][0])
+    return f"{equal} of the first {new} tokens are equal; dB {ratio(theirs, logits(model, ids))}", theirs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--text", default="The capital of France is")
+    parser.add_argument("--text", nargs="+", default=["The capital of France is", "Once upon a time"])
     parser.add_argument("--new", type=int, default=32, help="greedy tokens that are compared")
     asked = parser.parse_args()
     model, tokenizer = read(asked.file)
-    ids = tokenizer(asked.text)["input_ids"]
-    found = ask_llama_cpp(asked.file, prompts=[ids], new=asked.new, every=True)
-    theirs = torch.tensor(found["logits"][0])
-    plain = logits(model, ids)
-    if asked.new:
-        equal = same(found["greedy"][0], greedy(model, ids, asked.new))
-        print(f"llama.cpp {found['version']}: {equal} of the first {asked.new} tokens are equal")
-    print(f"logits at each of {len(ids)} places, in dB: llama.cpp to transformers {ratio(theirs, plain)}")
+    texts = {text: tokenizer(text)["input_ids"] for text in asked.text}
+    plain = {text: logits(model, ids) for text, ids in texts.items()}
+    packed = {}
+    with tempfile.TemporaryDirectory() as folder:
+        exact = Path(folder, "float.gguf")
+        export_gguf(model, exact, tokenizer=tokenizer, outtype="f32")
+        for text, ids in texts.items():
+            print(f"{text!r}, {len(ids)} tokens; llama.cpp beside transformers with the same weights:")
+            said, packed[text] = in_llama_cpp(asked.file, ids, asked.new, model)
+            print(f"  packed, as in the file:   {said}")
+            print(f"  the weights as float32:   {in_llama_cpp(exact, ids, asked.new, model)[0]}")
     for layer in packed_layers(asked.file, model):
         layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]), *inputs[1:]))
-    eight = logits(model, ids)
-    print(f"with 8-bit activations in transformers: {ratio(theirs, eight)}")
+    eight = {text: logits(model, ids) for text, ids in texts.items()}
     torch.manual_seed(0)
     table = model.get_input_embeddings().weight.data
     table.mul_(1 + CHANGE * torch.randn_like(table))
-    print(
-        f"these, before and after a change of the embeddings by {CHANGE}: {ratio(logits(model, ids), eight)}"
-    )
+    for text, ids in texts.items():
+        print(f"{text!r}, dB:")
+        print(f"  llama.cpp to transformers with 8-bit inputs:           {ratio(packed[text], eight[text])}")
+        print(f"  8-bit inputs in transformers, against float inputs:    {ratio(eight[text], plain[text])}")
+        print(
+            f"  8-bit inputs, embeddings changed by {CHANGE}, or not:    {ratio(logits(model, ids), eight[text])}"
+        )
 
 
 if __name__ == "__main__":

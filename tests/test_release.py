@@ -10,8 +10,10 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from email import message_from_bytes
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -35,27 +37,43 @@ def claimed() -> dict[str, Version]:
 
 
 # -- versions ------------------------------------------------------------------------------------------------
-def with_torch(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`import sparsebit` where torch has this version, and cannot do anything else."""
+def with_torch(version: str, folder: Path, run: Sequence[str] = ("-c", "import sparsebit")) -> Any:
+    """Python where torch has this version, and cannot do anything else."""
     (folder / "torch").mkdir()
     (folder / "torch/__init__.py").write_text("raise RuntimeError('sparsebit must not import torch')")
     (folder / "torch/version.py").write_text(f"__all__ = ['__version__']\n__version__ = '{version}'\n")
     paths = os.pathsep.join([str(folder), str(SOURCE.parent)])
-    command = [sys.executable, "-c", "import sparsebit"]
+    command = [sys.executable, *run]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
 
 
-@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.7.1", "1.13.0a0+git1"])
+@pytest.mark.parametrize("version", ["2.6.0+cu124", "2.8.0", "1.13.0a0+git1"])
 def test_an_old_torch_is_refused_in_one_line(version, tmp_path):
     done = with_torch(version, tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and last == (
-        f"ImportError: sparsebit {sparsebit.__version__} needs torch 2.8 or newer, but torch {version} is installed: "
+        f"ImportError: sparsebit {sparsebit.__version__} needs torch 2.9 or newer, but torch {version} is installed: "
         f"pip install --upgrade torch"
     )
 
 
-@pytest.mark.parametrize("version", ["2.8.0", "2.10.0a0+git1", "3.0.0"])
+def test_the_command_says_it_in_one_line_too(tmp_path):
+    """With the script that pip writes for it."""
+    script = tmp_path / "sparsebit"
+    script.write_text("import sys\nfrom sparsebit.cli import main\nsys.exit(main())\n")
+    done = with_torch("2.7.1", tmp_path, [str(script), "--version"])
+    assert (
+        done.returncode == 2
+        and not done.stdout
+        and done.stderr
+        == (
+            f"error: sparsebit {sparsebit.__version__} needs torch 2.9 or newer, but torch 2.7.1 is installed: "
+            f"pip install --upgrade torch\n"
+        )
+    )
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.10.0a0+git1", "3.0.0"])
 def test_a_torch_that_is_new_enough_is_taken(version, tmp_path):
     done = with_torch(version, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -22,12 +22,16 @@ __all__ = [
     "verify",
 ]
 
-_OLDEST_TORCH = (2, 8)  # as in pyproject.toml
+_OLDEST_TORCH = (2, 9)  # as in pyproject.toml
 
 
 def _check_torch() -> None:
-    """An old torch fails here, in one line. Its version is read from a file: importing torch takes seconds."""
+    """An old torch fails here, in one line. Its version is read from a file: importing torch takes seconds.
+
+    The `sparsebit` command imports this before it can catch an error, so it ends here, as it does with others.
+    """
     import re
+    import sys
     from importlib.util import find_spec
     from pathlib import Path
 
@@ -37,10 +41,14 @@ def _check_torch() -> None:
     file = Path(torch.origin).with_name("version.py")
     found = re.search(r"^__version__ = '((\d+)\.(\d+).*)'", file.read_text() if file.is_file() else "", re.M)
     if found and (int(found[2]), int(found[3])) < _OLDEST_TORCH:
-        raise ImportError(
+        what = (
             f"sparsebit {__version__} needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, but torch {found[1]} "
             f"is installed: pip install --upgrade torch"
         )
+        if Path(sys.argv[0]).stem == "sparsebit":
+            sys.stderr.write(f"error: {what}\n")
+            sys.exit(2)
+        raise ImportError(what)
 
 
 _check_torch()

@@ -174,7 +174,8 @@ BAD = {
     "llm quantize {model} --data below.npy -o out": ["the token -1, but the model knows 32"],
     "llm quantize {model} --data text.txt --group-size 96 -o out": ["128 inputs", "no multiple of 96"],
     "llm quantize broken --data text.txt -o out": ["broken/model.safetensors: cannot be read", "again"],
-    "llm quantize bare --data text.txt -o out": ["bare: its tokenizer: failed"],
+    "llm quantize bare --data text.txt -o out": ["bare: holds no tokenizer, which a text needs", ".npy"],
+    "llm quantize text.txt --data text.txt -o out": ["text.txt: is no folder", "that the file was made from"],
     "llm eval {model} --data text.txt --length 65": ["--length 65: the model was made for 64 tokens"],
     "llm eval {model} --data other.npy": ["the token 99, but the model knows 32"],
     "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
@@ -187,7 +188,7 @@ BAD = {
     "llm eval {model}": ["--data: perplexity of which text?"],
     "llm eval full --data text.txt": ["full: is no folder with a config.json"],
     "llm chat {model} --json": ["--json: needs a --prompt"],
-    "llm chat bare --prompt hello": ["bare: its tokenizer: failed"],
+    "llm chat bare --prompt hello": ["bare: holds no tokenizer, which a text needs"],
 }
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from sparsebit.cli import other_work
+from sparsebit.cli.compare import lines
 from sparsebit.report import FORMATS, render
 
 VOID = {"meta", "rect", "input", "br"}
@@ -179,6 +183,36 @@ def test_latency_is_in_every_format(run, sparsebit):
     text = f"{facts['milliseconds']['float']:.3g} → {facts['milliseconds']['new']:.3g} ms"
     for style in FORMATS:
         assert text in render(run, style) and f"{facts['cores']} core" in render(run, style)
+
+
+def test_times_of_a_busy_machine_say_so(run):
+    """On the page, and on the screen; a machine that has next to nothing else to do is not spoken of."""
+    about = json.loads((run / "run.json").read_text())
+    facts = about["steps"]["latency"]
+    for cores, words in ((1.26, "other programs took 1.3 cores meanwhile"), (0.1, ""), (None, "")):
+        facts["others"] = cores
+        (run / "run.json").write_text(json.dumps(about))
+        shown = "\n".join(lines({"latency": facts}))
+        for text in (shown, render(run), render(run, "md")):
+            assert ("other programs" in text) == bool(words) and words in text
+
+
+def test_other_programs_are_measured(tmp_path, monkeypatch):
+    """Three seconds of all cores within two, half a second of them by this process; idle and waiting are no work."""
+    stat, ticks = tmp_path / "stat", os.sysconf("SC_CLK_TCK")
+    clock, own = iter([10.0, 12.0]), iter([7.0, 7.5])
+    monkeypatch.setattr(other_work, "STAT", stat)
+    monkeypatch.setattr(other_work, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(other_work, "_of_this", lambda: next(own))
+    stat.write_text(f"cpu  {50 * ticks} 0 0 900 80 0 0 0 0 0\ncpu0 1 1 1\n")
+    measured = other_work.OtherWork()
+    stat.write_text(f"cpu  {52 * ticks} 0 {ticks} 1900 180 0 0 0 0 0\ncpu0 1 1 1\n")
+    assert measured.cores() == 1.25
+
+
+def test_a_system_that_does_not_say_what_it_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(other_work, "STAT", tmp_path / "nothing")
+    assert other_work.OtherWork().cores() is None
 
 
 def test_top1_of_labels(sparsebit, work):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
 from sparsebit.errors import TraceError
+from sparsebit.graph import feeding
 from sparsebit.graph.feeding import Call
 from sparsebit.quantization import QuantModel
 
@@ -181,3 +184,40 @@ def test_a_subclass_overrides_one_step():
     qmodel(X, Y)  # the same steps again, with the first batch as the example
     assert qmodel.model.a.weight_quantizer.bit == 3
     assert len(seen) == 12
+
+
+# -- (x, mask) looks like (x, target) ---------------------------------------------------------------------------
+class Masked(nn.Module):
+    """The names are those of no other model here: a remark is made once per kind of batch."""
+
+    def forward(self, picture, silence=None):
+        return picture if silence is None else picture * silence
+
+
+SAID = (
+    "batches: of each tuple of 2, the first is taken for the inputs (picture) and the rest for targets. If silence is "
+    'meant, give mappings with the keys "picture", "silence"'
+)
+
+
+@pytest.mark.parametrize(("second", "level"), [
+    (torch.ones(3, 4), "WARNING"),
+    (torch.ones(3, 4, dtype=torch.long), "WARNING"),
+    (torch.tensor([0, 1, 2]), "INFO"),  # classes, as every DataLoader gives them
+])  # fmt: skip
+def test_what_is_left_of_a_tuple_is_said_once(second, level, caplog):
+    feeding._say.cache_clear()
+    caplog.set_level(logging.INFO, "sparsebit")
+    for _ in range(3):
+        args, _ = feeding.as_call((X, second), feeding.signature_of(Masked()))
+        assert args == (X,)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [(level, SAID)]
+
+
+@pytest.mark.parametrize("batch", [(X,), (X, Y), {"picture": X, "silence": Y}, X])
+def test_nothing_is_said_where_nothing_is_unclear(batch, caplog):
+    feeding._say.cache_clear()
+    caplog.set_level(logging.INFO, "sparsebit")
+    model = nn.Linear(4, 4) if isinstance(batch, tuple) and len(batch) == 2 else Masked()
+    feeding.as_call(batch, feeding.signature_of(model))
+    assert not caplog.records

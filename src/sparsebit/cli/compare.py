@@ -17,10 +17,12 @@ from typing import Any
 
 from sparsebit.cli.inputs import example_of
 from sparsebit.cli.objects import call, find_object
+from sparsebit.cli.other_work import OtherWork
 from sparsebit.cli.output import InputError, one_line, say
 from sparsebit.cli.progress import status
 from sparsebit.cli.run import Run
 from sparsebit.errors import ExportError
+from sparsebit.report.figures import busy
 
 GUESSES = 16  # samples from which a top-1 says something
 HEARD = 8  # batches at most, for the SQNR
@@ -66,6 +68,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
             f"latency      {old:.3g} ms -> {new:.3g} ms in onnxruntime, batch of {facts['batch']}, "
             f"{facts['cores']} cores"
         )
+        others = busy(facts.get("others"))
+        found += [f"             {others}"] if others else []
         found += where_lines(facts)
     return found
 
@@ -158,7 +162,9 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
     if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
     given = {name: feeds(s, args, kwargs) for name, s in sessions.items()}
+    others = OtherWork()
     best = timing.best_times(files, given)
+    cores = others.cores()
     found = timing.Timing(best["new"], best["float"], *timing.profile(files["new"], given["new"]))
     first = next(iter(given["new"].values()), None)
     batch = len(first) if first is not None and first.ndim else 1
@@ -168,6 +174,7 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
         "batch": batch,
         "cores": len(_cores()),
         "machine": machine(),
+        "others": cores,
         "where": where,
     }
 

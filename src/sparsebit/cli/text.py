@@ -21,7 +21,10 @@ def model_folder(spec: str) -> Path:
     """`DIR` or `hf:DIR`: a model as transformers saves it."""
     folder = Path(spec.removeprefix("hf:"))
     if not (folder / "config.json").is_file():
-        raise InputError(f"{spec}: is no folder with a config.json; download the model first")
+        way = "download the model first"
+        if folder.is_file():
+            way = "give the folder of transformers, with config.json and safetensors, that the file was made from"
+        raise InputError(f"{spec}: is no folder with a config.json; {way}")
     if importlib.util.find_spec("transformers") is None:
         raise InputError(
             "language models need the package transformers: pip install 'sparsebit[llm]'; or use "
@@ -55,6 +58,11 @@ def load_model(folder: Path) -> Any:
 
 def load_tokenizer(folder: Path) -> Any:
     tokenizers = optional("transformers", str(folder)).AutoTokenizer
+    if not any(folder.glob("*token*")) and not any(folder.glob("vocab*")) and not any(folder.glob("*.model")):
+        raise InputError(
+            f"{folder}: holds no tokenizer, which a text needs; copy tokenizer.json and tokenizer_config.json of the "
+            "model into it, or give tokens as an .npy file"
+        )
     return call(f"{folder}: its tokenizer", lambda: tokenizers.from_pretrained(folder, local_files_only=True))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import logging
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,31 @@ def as_call(batch: Any, signature: inspect.Signature) -> tuple[tuple[Any, ...], 
     if len(batch) == 2 and isinstance(batch[0], Mapping) and _takes(signature, batch[0]):
         return (), dict(batch[0])
     needed = _required(signature)
-    return tuple(batch[:needed] if 0 < needed < len(batch) else batch), {}
+    if 0 < needed < len(batch):
+        _say_what_is_left(batch, needed, signature)
+        return tuple(batch[:needed]), {}
+    return tuple(batch), {}
+
+
+def _say_what_is_left(batch: Sequence[Any], needed: int, signature: inspect.Signature) -> None:
+    """Where an optional argument could have been meant: (x, mask) looks like (x, target)."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in signature.parameters.values() if p.kind in kinds]
+    if len(names) > needed:
+        left = batch[needed]
+        classes = isinstance(left, Tensor) and left.dim() <= 1 and not left.is_floating_point()
+        _say(len(batch), needed, tuple(names), logging.INFO if classes else logging.WARNING)
+
+
+@functools.cache  # once per kind of batch
+def _say(size: int, needed: int, names: tuple[str, ...], level: int) -> None:
+    inputs = ", ".join(f'"{name}"' for name in (*names[:needed], names[needed]))
+    log.log(
+        level,
+        "batches: of each tuple of %d, %s is taken for the inputs (%s) and the rest for targets. If %s is meant, "
+        "give mappings with the keys %s",
+        size, "the first" if needed == 1 else f"the first {needed}", ", ".join(names[:needed]), names[needed], inputs,
+    )  # fmt: skip
 
 
 def targets_of(batch: Any, signature: inspect.Signature) -> list[Tensor]:

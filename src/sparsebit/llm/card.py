@@ -32,7 +32,7 @@ def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
     yield f"Made by Sparsebit {__version__}."
     yield ""
     for row in report.readers:
-        if row.state == "failed":
+        if row.state in ("failed", "untried"):
             yield f"> **Not certified.** {row}"
             yield ""
     first = next((row for row in report.readers if row.reader == "transformers"), None)

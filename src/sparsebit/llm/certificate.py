@@ -20,6 +20,7 @@ from sparsebit.graph.feeding import as_call, first_of, signature_of
 from sparsebit.llm.checkpoint import load
 from sparsebit.llm.experts import Expert, as_linear
 from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.made_up import made_up
 from sparsebit.llm.plan import Grids, choices, is_transformers, mixed, plan_of
 from sparsebit.llm.readers import READERS, Plan, Reader, Row, Verdict
 from sparsebit.llm.report import Report
@@ -60,11 +61,8 @@ class Certificate:
 
     def sampled(self, batches: Any) -> Any:
         """The batches; a few tokens of the first one are kept to be tried."""
-        if not self.verdicts:
+        if not self.verdicts or batches is None:
             return batches
-        if batches is None:
-            self.inputs = inputs_of(self.source.model, None)
-            return None
         first, rest = first_of(batches)
         self.inputs = {k: v.cpu().clone() for k, v in inputs_of(self.source.model, first).items()}
         return batches if isinstance(batches, (Tensor, Mapping, Sequence)) else rest
@@ -87,14 +85,17 @@ class Certificate:
 
     def check(self, report: Report) -> None:
         """An error where a reader should run the folder and does not; `force` makes a warning of it."""
-        failed = [row for row in report.readers if row.state == "failed"]
+        failed = [row for row in report.readers if row.state in ("failed", "untried")]
         for row in failed if self.force else ():
             log.warning("%s", row)
         if failed and not self.force:
+            ways = "Try another format, or bits and group_size of your own"
+            if all(row.state == "untried" for row in failed):
+                ways = "Give batches (--data), of the processor of this model, to try it on"
             raise ReaderError(
                 f"{report.folder}: {'; '.join(map(str, failed))}. The folder is kept, llm.load reads it, and its "
-                "README.md says who does not run it. Try another format, or bits and group_size of your own; "
-                "force=True (--force) accepts the folder as it is. Please report it with the name of the model",
+                f"README.md says who does not run it. {ways}; force=True (--force) accepts the folder as it is. "
+                "Please report it with the name of the model",
                 report,
             )
 
@@ -144,19 +145,17 @@ def certify(
         elif reader.missing(plan):
             rows.append(Row(name, "fits", f"fits its rules ({reader.missing(plan)})", reader.version()))
         else:
-            obstacle = _obstacle(plan, inputs)
+            obstacle = _too_large(plan)
             if obstacle:
                 rows.append(Row(name, "fits", f"names and shapes fit; not run: {obstacle}", reader.version()))
                 continue
             ours = _Ours(folder, inputs) if ours is None else ours
-            rows.append(_compared(reader, folder, inputs, ours))
+            rows.append(_compared(reader, folder, ours))
     return rows
 
 
 def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
     """What is tried: a few tokens of the first batch; of other inputs the whole batch, which cannot be cut blindly."""
-    if batch is None:
-        return _made_up(model)
     args, kwargs = as_call(batch, signature_of(model))
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
@@ -165,20 +164,12 @@ def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
     return found
 
 
-def _made_up(model: Any) -> dict[str, Tensor]:
-    config = getattr(model, "config", None)
-    if getattr(model, "main_input_name", "") != "input_ids" or config is None:
-        return {}
-    words = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, 1000)
-    ids = torch.arange(TOKENS // 2)[None] * 7 % max(words, 1)
-    both = {"input_ids": ids, "decoder_input_ids": ids.clone()}
-    return both if config.is_encoder_decoder else {"input_ids": ids}
-
-
-def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: _Ours) -> Row:
+def _compared(reader: Reader, folder: Path, ours: _Ours) -> Row:
     name, version = reader.TYPE, reader.version()
+    if not ours.inputs:
+        return Row(name, "untried", "not run: the model takes none of the inputs that were made up", version)
     try:
-        theirs = reader.logits(folder, inputs)
+        theirs = reader.logits(folder, ours.inputs)
     except ExportError as error:
         return Row(name, "failed", f"failed: {error}", version)
     if theirs.shape != ours.logits().shape or not bool(torch.isfinite(theirs).all()):
@@ -187,7 +178,8 @@ def _compared(reader: Reader, folder: Path, inputs: Mapping[str, Tensor], ours: 
     if gap > NEAR:
         return Row(name, "failed", f"failed: its logits differ from those of llm.load by {gap:.1%}", version)
     same = "equal" if gap <= EQUAL else f"within {gap:.2%}"
-    return Row(name, "runs", f"runs, logits {same}", version)
+    left = f"; the inputs that were made up do not reach {ours.left}" if ours.left else ""
+    return Row(name, "runs", f"runs, logits {same}{left}", version)
 
 
 class _Ours:
@@ -200,6 +192,13 @@ class _Ours:
     def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:
         self.folder, self.inputs = folder, inputs
         self.known: dict[str, Tensor] = {}
+        self.left = ""  # the first packed layer that no input reaches
+        if not inputs:
+            model = load(folder, dtype=torch.float32)
+            self.inputs, ran = made_up(model)
+            always = (name for name in _packed(model) if not isinstance(_owner(model, name), Expert))
+            self.left = next((name for name in always if name not in ran), "")
+            _free(model)
 
     def gap(self, theirs: Tensor) -> float:
         """Of the logits' size; the smallest of three ways to round."""
@@ -221,25 +220,34 @@ class _Ours:
             out = model(**self.inputs)
             found: Tensor = out.logits if hasattr(out, "logits") else out[0]
             self.known[rounded] = found.float()
-            vars(model).pop(
-                "save_pretrained", None
-            )  # it knows the model, and a cycle would not be freed at once
+            _free(model)
         return self.known[rounded]
+
+
+def _free(model: nn.Module) -> None:
+    """`save_pretrained` of a loaded model knows the model, and a cycle would not be freed at once."""
+    vars(model).pop("save_pretrained", None)
+
+
+def _packed(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if isinstance(layer, QuantLinear)]
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
 
 
 def _round(model: nn.Module, experts_only: bool) -> None:
     """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
-    for name, layer in list(model.named_modules()):
-        owner, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(owner)
+    for name in _packed(model):
+        layer, parent = model.get_submodule(name), _owner(model, name)
         if isinstance(layer, QuantLinear) and (isinstance(parent, Expert) or not experts_only):
-            setattr(parent, leaf, as_linear(layer.dequantize(layer.scales.dtype).float(), layer.bias))
+            weight = layer.dequantize(layer.scales.dtype).float()
+            setattr(parent, name.rpartition(".")[2], as_linear(weight, layer.bias))
 
 
-def _obstacle(plan: Plan, inputs: Mapping[str, Tensor]) -> str:
-    """Why nothing is run: no inputs, or a model that is larger than the memory."""
-    if not inputs:
-        return "there is no calibration data to try it on"
+def _too_large(plan: Plan) -> str:
+    """Why nothing is run: a model that is larger than the memory."""
     packed = sum(layer.outputs * layer.inputs for layer in plan.layers.values())
     floats = [shape for shape, kind in plan.tensors.values() if "float" in kind]
     needed = 4 * (packed + sum(torch.Size(shape).numel() for shape in floats))

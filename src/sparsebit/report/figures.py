@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+MUCH = 0.2  # cores of other programs that can be seen in times
+
 
 def decibel(value: Any) -> str:
     if value is None:
@@ -34,3 +36,10 @@ def share(part: float | None) -> str:
 
 def span(low: float, high: float) -> str:
     return f"{low:.3g} … {high:.3g}"
+
+
+def busy(cores: float | None) -> str:
+    """What to say beside times, where other programs took so many cores meanwhile; empty where they hardly did."""
+    if cores is None or cores < MUCH:
+        return ""
+    return f"other programs took {cores:.1f} cores meanwhile, so both times may be too long"

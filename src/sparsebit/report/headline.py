@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sparsebit.report.figures import count, decibel, size
+from sparsebit.report.figures import busy, count, decibel, size
 
 Tile = tuple[str, str, str]
 
@@ -55,4 +55,6 @@ def _latency(facts: Any) -> Tile:
     before, after = facts["milliseconds"]["float"], facts["milliseconds"]["new"]
     cores = f"{facts['cores']} core{'s' if facts['cores'] > 1 else ''} of {facts['machine']}"
     where = f"{before / after:.1f} x as fast in onnxruntime, batch of {facts['batch']}, {cores}"
+    others = busy(facts.get("others"))
+    where += f"; {others}" if others else ""
     return "Latency", f"{before:.3g} → {after:.3g} ms", where

@@ -78,7 +78,7 @@ class Row:
     """One line of the certificate."""
 
     reader: str
-    state: str  # "runs", "fits" (its rules), "refused", "failed", "unknown"
+    state: str  # "runs", "fits" (its rules), "refused", "failed", "untried" (on no inputs), "unknown"
     text: str
     version: str = ""
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsebit.errors import ExportError
@@ -72,7 +73,13 @@ class Transformers(Reader):
         config = json.loads((folder / "config.json").read_text())
         with tempfile.TemporaryDirectory() as place:
             given, found = Path(place, "inputs.safetensors"), Path(place, "logits.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in inputs.items()}, given)
+            save_file(
+                {
+                    name: tensor.clone(memory_format=torch.contiguous_format)
+                    for name, tensor in inputs.items()
+                },
+                given,
+            )
             question = {
                 "task": "run",
                 "folder": str(folder.resolve()),
