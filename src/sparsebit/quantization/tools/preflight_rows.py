@@ -17,6 +17,7 @@ from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.tools.constants import WHY_FLOAT, on_constants
 from sparsebit.quantization.tools.costs import Measured
 from sparsebit.quantization.tools.layers import (
     active_quantizers,
@@ -55,7 +56,7 @@ class RowBuilder:
         self.gm, self.config, self.backend = gm, config, backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
-        self.outputs = OutputGrids(gm)
+        self.outputs, self.constants = OutputGrids(gm), on_constants(gm)
         self.seen: set[nn.Parameter] = set()  # a weight that is used twice counts once
 
     def rows(self) -> Iterator[Row]:
@@ -91,6 +92,7 @@ class RowBuilder:
         complete = all_inside and (bool(carried or inside) or _complete(module))
         grids = _grids(module, [*quantizers, *inside])
         integer, why = self._verdict(op, state, grids, complete, node in self.outputs)
+        integer, why = (False, how) if node in self.constants else (integer, why)
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
@@ -104,6 +106,9 @@ class RowBuilder:
         quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
         op, key = _op_name(node, module), (node.name, module)
         macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
+        if key in self.measured.constant and not macs:
+            full, _ = self._bytes(module, own_rows)
+            return Row(*names_of(node, inside), op, "float", WHY_FLOAT, bytes=full, quantized_bytes=full)
         state, how = "quantized", " / ".join(map(describe, quantizers))
         if not quantizers:
             state, how = self._without_quantizer(module)
@@ -128,6 +133,8 @@ class RowBuilder:
 
     # -- why -----------------------------------------------------------------------------------------
     def _state(self, node: fx.Node, module: nn.Module | None, active: list[Quantizer]) -> tuple[str, str]:
+        if node in self.constants:
+            return "float", "this call reads only constants" if active else WHY_FLOAT
         if active:
             off = self._why_off(module)
             equalized = isinstance(module, QuantOpr) and module.equalization is not None
