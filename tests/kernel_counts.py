@@ -6,10 +6,13 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sparsebit.quantization.tools.constants import WHY_FLOAT
+
 PRODUCTS = {"MultiheadAttention": 2, "Attention": 2}  # queries by keys, probabilities by values
+WHOLE = {"AttentionFunction": 6}  # with its four projections
 ROWS = {  # ops of the pre-flight report
     "Conv": ("Conv[123]d", "ConvFunction"),
-    "MatMul": ("Linear", "MatMul", "Conv1D", "AddMM", *PRODUCTS),
+    "MatMul": ("Linear", "MatMul", "Conv1D", "AddMM", "AddBMM", "AddMV", *PRODUCTS, *WHOLE),
     "Add": ("Add",),
 }
 KERNELS = {  # ops of the optimised graph
@@ -24,8 +27,8 @@ def announced(found: Any) -> Counter[str]:
     counts: Counter[str] = Counter()
     for row in found.rows:
         kind = _kind(row.op, ROWS)
-        if kind and (row.integer or kind != "Add"):
-            counts[f"{'integer' if row.integer else 'float'} {kind}"] += PRODUCTS.get(row.op, 1)
+        if kind and row.how != WHY_FLOAT and (row.integer or kind != "Add"):
+            counts[f"{'integer' if row.integer else 'float'} {kind}"] += {**PRODUCTS, **WHOLE}.get(row.op, 1)
     return counts
 
 

@@ -474,7 +474,7 @@ WRONG: dict[str, tuple[Change, str]] = {  # what is changed, and what the first 
         "bins.input_quantizer",
     ),
     "a quantizer that nobody reads": (
-        unquantized("bins.input_quantizer/DQ/out", "conv2d_5", "conv2d_6"),
+        unquantized("bins.input_quantizer/DQ/out", "conv2d_5", "node_conv2d_6/as_product/last/out"),
         "project.input_quantizer",
     ),
     "rounded once more": (behind("tanh", ("Cast", [], {"to": 16}), ("Cast", [], {"to": 1})), "classes.input"),

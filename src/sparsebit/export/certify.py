@@ -113,6 +113,10 @@ class Certificate(Comparison):
     rounds_inputs: bool = False  # kernels that round float values to 8 bits, as a share of the whole value
     start: str = ""  # of a file that differs in a plain session only: the first tensor that does
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.quantization.parts = self.parts
+
     @property
     def codes(self) -> int:
         return sum(q.codes for q in self.quantizers.values())
@@ -135,8 +139,8 @@ class Certificate(Comparison):
 
     def allowed(self, name: str) -> tuple[float, int]:
         """How far an output may be from the model's, in dB, and how many of its labels may differ."""
-        floor, quantization = self.floor_of(name), self.quantization.outputs.get(name, OutputNoise())
-        quiet = QUIET + (0.0 if self.rounds_inputs else self.runtime.outputs[name].moving_db)
+        floor, quantization = self.floor_of(name), self.quantization.of(name)
+        quiet = QUIET + (0.0 if self.rounds_inputs else self.runtime.of(name).moving_db)
         limits = (floor.noise_db + ABOVE_FLOOR, quantization.noise_db - BELOW_QUANTIZATION, quiet)
         rounding = 20 * math.log10(self.rounding)
         noise = max(rounding, *(limit for limit in limits if limit < math.inf))
@@ -149,7 +153,7 @@ class Certificate(Comparison):
         if self.output_count:
             return []  # which of them is which is not known
         found = []
-        for name, output in self.runtime.outputs.items():
+        for name, output in {**self.runtime.outputs, **self.runtime.quiet}.items():
             noise, labels = self.allowed(name)
             if not output.holds_labels and not output.noise_db <= noise:
                 found.append(

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.export import runtime
 from sparsebit.export.calls import Call, called
+from sparsebit.export.parts import Part, Parts
 from sparsebit.export.runtime import Array
 
 FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
@@ -138,6 +139,8 @@ class EndToEnd:
     """All outputs of two runs of the same model on the same batches, by name."""
 
     outputs: dict[str, OutputNoise] = field(default_factory=dict)
+    quiet: dict[str, OutputNoise] = field(default_factory=dict)  # parts of outputs that the rest would drown
+    parts: Parts = field(default_factory=Parts, repr=False)
     targets: Sequence[Shape] = ()  # of the batches, without the axis of the batch
 
     def add(self, names: Sequence[str], expected: list[Array], got: list[Array]) -> None:
@@ -146,9 +149,20 @@ class EndToEnd:
             output = self.outputs.setdefault(name, OutputNoise())
             if i < min(len(expected), len(got)):
                 output.add(expected[i], got[i], self.targets)
+                self._add_parts(name, expected[i], got[i])
         if len(expected) != len(got):
             extra = self.outputs.setdefault("the number of outputs", OutputNoise())
             extra.noise = extra.largest = float("inf")
+
+    def _add_parts(self, name: str, expected: Array, got: Array) -> None:
+        for part in self.parts.of(name, expected):
+            if part.fits(expected, got):
+                noise = self.quiet.setdefault(part.name_in(name), OutputNoise())
+                noise.add(part.of(expected), part.of(got))
+
+    def of(self, name: str) -> OutputNoise:
+        """An output, or a part of one."""
+        return self.outputs.get(name) or self.quiet.get(name) or OutputNoise()
 
     @property
     def worst(self) -> OutputNoise:
@@ -195,6 +209,11 @@ class Comparison:
     session: str = AS_USERS_RUN_IT  # which that is
     floors: list[EndToEnd] = field(default_factory=lambda: [EndToEnd() for _ in range(DRAWS)])
     rounding: float = FLOAT_ROUNDING  # half precision rounds more, and then over more boundaries
+    parts: Parts = field(default_factory=Parts, repr=False)
+
+    def __post_init__(self) -> None:
+        for run in (self.runtime, *self.floors):
+            run.parts = self.parts
 
     @property
     def floor(self) -> EndToEnd:
@@ -203,7 +222,7 @@ class Comparison:
 
     def floor_of(self, name: str) -> OutputNoise:
         """The highest of the draws for one output."""
-        draws = [draw.outputs.get(name, OutputNoise()) for draw in self.floors]
+        draws = [draw.of(name) for draw in self.floors]
         return max(draws, key=lambda o: (o.noise_db, o.labels_differ))
 
     def see_targets(self, targets: Sequence[Shape]) -> None:
@@ -277,9 +296,20 @@ def check_output(expected: list[Array], got: list[Array]) -> float:
         if e.size and is_whole(e):
             worst = max(worst, float((difference(e, g) > 0).mean()))
         elif e.size:
-            finite = np.abs(np.nan_to_num(e, posinf=0, neginf=0)).max()
-            worst = max(worst, float(difference(e, g).max()) / max(float(finite), 1e-12))
+            worst = max(worst, float(difference(e, g).max()) / max(_largest(e), 1e-12))
     return worst
+
+
+def check_part(part: Part, expected: Array, got: Array, least: float) -> float:
+    """The same of a part; `least` is a share of the largest value of the whole output, below which no size counts."""
+    if not part.fits(expected, got):
+        return 0.0  # the whole says so
+    size = max(_largest(part.of(expected)), least * _largest(expected), 1e-12)
+    return float(difference(part.of(expected), part.of(got)).max(initial=0)) / size
+
+
+def _largest(x: Array) -> float:
+    return float(np.abs(np.nan_to_num(x, posinf=0, neginf=0)).max(initial=0))
 
 
 def disturbed(value: Any, seed: int = 0) -> Any:

@@ -7,6 +7,7 @@ optimisations. Tensors keep their names, so the first one whose values jump apar
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,24 +73,34 @@ def _first_jump(model: Any, expected: dict[str, Array], got: dict[str, Array], a
 
 
 def _computed_by(node: Any, model: Any, compared: dict[str, Array]) -> Any:
-    """The kernel in front of ops that only move values, as far as its values have no name in the file."""
+    """The kernel at fault: this one, or one in front of it whose values have no name in the file.
+
+    Of several, one whose probe fails on this machine; else the one in front of ops that only move values.
+    """
     from sparsebit.export.rewrites import MOVERS
 
     made_by = {name: other for other in model.graph.node for name in other.output}
-    guilty = node
-    while node.input and node.input[0] in made_by and node.input[0] not in compared:
-        moves = node.op_type in MOVERS
+    known = next((n for n in _in_front(node, made_by, compared) if _fails_its_probe(n.op_type)), None)
+    if known is not None:
+        return known
+    while node.op_type in MOVERS and node.input[0] in made_by and node.input[0] not in compared:
         node = made_by[node.input[0]]
-        if moves and guilty.op_type in MOVERS:
-            guilty = node
-        elif node.op_type not in MOVERS:  # nobody has looked at its values
-            guilty = node if _is_known(node.op_type) else guilty
-            break
-    return guilty
+    return node
 
 
-def _is_known(kernel: str) -> bool:
-    """Is it in the table of wrong kernels, and wrong here?"""
+def _in_front(node: Any, made_by: dict[str, Any], compared: dict[str, Array]) -> Iterator[Any]:
+    """The node, and those in front of it up to the values that were compared."""
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in node.input:
+            if name in made_by and name not in compared and name not in seen:
+                seen.add(name)
+                waiting.append(made_by[name])
+
+
+def _fails_its_probe(kernel: str) -> bool:
     return any(kernel in entry.kernel.split(", ") and entry.probe() for entry in WRONG_KERNELS)
 
 

@@ -21,7 +21,15 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import ExportError
 from sparsebit.export import files, runtime
 from sparsebit.export.calls import Call, as_batches, call_of, called, calls_of, some_calls_of, target_shapes
-from sparsebit.export.end_to_end import Comparison, Rows, Shape, answers, check_output, rounding_of
+from sparsebit.export.end_to_end import (
+    Comparison,
+    Rows,
+    Shape,
+    answers,
+    check_output,
+    check_part,
+    rounding_of,
+)
 from sparsebit.export.first_difference import first_difference
 from sparsebit.export.precision import float_copy, half_type, in_float, note_of
 from sparsebit.export.report import ExportReport, settle
@@ -31,6 +39,7 @@ from sparsebit.export.types import exporter_opset
 from sparsebit.graph.training import evaluating
 
 BFLOAT16 = (torch.bfloat16,)  # float16 stays: without quantizers onnxruntime computes in it
+QUIET_SIZE = 1e-2  # of the largest value: smaller parts of an output round like values of this size
 LOUD = 1e-2  # a noise floor above this lets much pass
 
 
@@ -50,6 +59,9 @@ class PlainCertificate(Comparison):
     """What was compared of an ordinary model, and whether it holds."""
 
     outputs: dict[str, OutputCheck] = field(default_factory=dict)
+    quiet: dict[str, OutputCheck] = field(
+        default_factory=dict
+    )  # parts that the rest of an output would drown
     start: str = ""  # of a file that differs: the first value that does
 
     def add(
@@ -67,13 +79,22 @@ class PlainCertificate(Comparison):
             error = check_output([mine], [theirs])
             check.error = max(check.error, error)
             check.floor = max(check.floor, *(check_output([mine], [other]) for other in others))
+            worst = max(worst, error, self._add_parts(name, mine, theirs, others))
+        return worst
+
+    def _add_parts(self, name: str, mine: Array, theirs: Array, others: list[Array]) -> float:
+        worst = 0.0
+        for part in self.parts.of(name, mine):
+            check = self.quiet.setdefault(part.name_in(name), OutputCheck())
+            error, *floors = (check_part(part, mine, found, QUIET_SIZE) for found in (theirs, *others))
+            check.error, check.floor = max(check.error, error), max(check.floor, *floors)
             worst = max(worst, error)
         return worst
 
     def failures(self) -> list[str]:
         wrong = [
             f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
-            for name, check in self.outputs.items()
+            for name, check in {**self.outputs, **self.quiet}.items()
             if check.error > (allowed := check.allowed(self.rounding))
         ]
         return [self.start, *wrong] if wrong and self.start else wrong

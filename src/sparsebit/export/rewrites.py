@@ -18,6 +18,7 @@ from sparsebit.export.graph_edit import (
     readers,
     replace,
 )
+from sparsebit.export.lowered import Lowered
 from sparsebit.export.marks import DOMAIN, KEY, OP, Mark, Marks
 
 # ops whose output values are values of their first input (Concat: of all inputs); a monotone grid commutes with them
@@ -111,10 +112,9 @@ def fold_pads(model: ir.Model) -> int:
 
 def _zeros_around(pad: ir.Node) -> list[int] | None:
     """As `pads` of a convolution has them: the beginnings of all axes, then the ends."""
-    mode = pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
     amounts, value = array_of(pad.inputs[1]), array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
     has_value = len(pad.inputs) > 2 and pad.inputs[2] is not None
-    if mode != "constant" or amounts is None or (has_value and (value is None or value.any())):
+    if _mode(pad) != "constant" or amounts is None or (has_value and (value is None or value.any())):
         return None
     if any(x is not None for x in pad.inputs[3:]):
         return None  # for some axes only
@@ -192,7 +192,21 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
 def _is_mover(node: ir.Node) -> bool:
     if node.op_type == "Resize":
         return "mode" in node.attributes and node.attributes["mode"].as_string() == "nearest"
+    if node.op_type == "Pad":
+        return _pads_on_grid(node)
     return node.op_type in MOVERS and not node.domain
+
+
+def _pads_on_grid(pad: ir.Node) -> bool:
+    """Zeros, or copies of values of the input?"""
+    value = pad.inputs[2] if len(pad.inputs) > 2 else None
+    constant = array_of(value)
+    is_zero = value is None or (constant is not None and not constant.any())
+    return _mode(pad) in ("reflect", "edge", "wrap") or (_mode(pad) == "constant" and is_zero)
+
+
+def _mode(pad: ir.Node) -> str:
+    return pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
 
 
 def _only_same(value: ir.Value | None, node: ir.Node, marks: Marks) -> bool:
@@ -227,6 +241,42 @@ def shapes_of_codes(model: ir.Model) -> int:
     if changed:
         TopologicalSortPass()(model)  # the Shape may stand in front of the QuantizeLinear
     return changed
+
+
+def pads_of_codes(model: ir.Model, lowered: Lowered) -> int:
+    """A Pad between two equal quantizers pads the codes; instead of zeros it adds zero points."""
+    changed = 0
+    for node in list(model.graph):
+        before, after = _around(node) if node.op_type == "Pad" else (None, None)
+        if before is None or after is None or _numbers(before) != _numbers(after):
+            continue
+        mode = _mode(node)
+        values = [before.inputs[0], node.inputs[1], *([before.inputs[2]] if mode == "constant" else [])]
+        padded = insert(node, "Pad", values, f"{node.name}/codes", {"mode": mode})
+        padded.shape = node.outputs[0].shape
+        for site in lowered.sites:
+            if site.before == node.outputs[0].name:  # nothing is rounded here any more
+                site.before, site.hoisted = site.after, True
+        replace(after, padded)
+        changed += 1
+    return changed
+
+
+def _around(pad: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
+    """The DequantizeLinear in front, and the QuantizeLinear that alone reads the result."""
+    source = pad.inputs[0]
+    before, users = source.producer() if source is not None else None, readers(pad.outputs[0])
+    is_between = (
+        before is not None and before.op_type == "DequantizeLinear" and "axis" not in before.attributes
+    )
+    is_alone = [user.op_type for user in users] == ["QuantizeLinear"] and not pad.outputs[0].is_graph_output()
+    return (before, users[0]) if is_between and is_alone else (None, None)
+
+
+def _numbers(node: ir.Node) -> list[Any]:
+    """Scale and zero point of a node of QDQ."""
+    found = [array_of(value) for value in node.inputs[1:3]]
+    return [None if a is None else (a.dtype, a.tolist()) for a in found]
 
 
 def keep_apart(model: ir.Model) -> int:

@@ -31,6 +31,7 @@ from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quant_config import QuantConfig, resolve, unmatched
+from sparsebit.quantization.tools.constants import only_on_constants
 
 log = logging.getLogger("sparsebit")
 
@@ -45,12 +46,16 @@ class BuildContext:
 
 @graph_pass("to_qmodules", keeps_output=True)
 def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
-    """Replace every op that has a QModule, and the layers inside islands; name the ops that stay float."""
+    """Replace every op that has a QModule, and the layers inside islands; name the ops that stay float.
+
+    What reads only constants is computed once, so it stays as it is.
+    """
     new: dict[fx.Node, tuple[str, nn.Module]] = {}
     first_call: dict[nn.Module, fx.Node] = {}
     repeats: list[tuple[fx.Node, fx.Node]] = []
+    constants = only_on_constants(gm)
     for node in gm.graph.nodes:
-        if not node.op.startswith("call") or is_bookkeeping(node):
+        if not node.op.startswith("call") or is_bookkeeping(node) or node in constants:
             continue
         cls = _replacement(node, gm, ctx)
         if cls is None:

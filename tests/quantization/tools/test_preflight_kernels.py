@@ -15,6 +15,8 @@ from kernel_counts import announced, computed
 from models import Attention, small_net
 from sparsebit import QuantConfig
 from sparsebit.export.integer_kernels import WRONG
+from sparsebit.quantization.modules import QuantOpr
+from sparsebit.quantization.tools.constants import WHY_FLOAT, on_constants
 from sparsebit.quantization.tools.preflight import preflight
 
 pytest.importorskip("onnxruntime")
@@ -286,7 +288,41 @@ def moved() -> nn.Module:
         *(lambda x: torch.cat([x[..., ::2, ::2], x[..., 1::2, ::2]], 1), lambda x: x.contiguous().float()),
         *(lambda x: torch.cat([x, torch.zeros_like(x)], 1), lambda x: x.repeat_interleave(2, 1)),
         *(lambda x: x.narrow(1, 0, 2), lambda x: x[:, :1].expand(-1, 4, -1, -1)),
+        *(nn.ReflectionPad2d(1), nn.ReplicationPad2d(2), nn.CircularPad2d(1), nn.ZeroPad2d(-1)),
+        *(lambda x: F.pad(x, (1, 1)), lambda x: F.pad(x, (0, 0, 0, 0, 2, 1)), lambda x: x.to(x.dtype)),
+        lambda x: torch.constant_pad_nd(x, (0, 0, 0, 0, 0, 3)),
     )
+
+
+class Constants(nn.Module):
+    """Layers that read a buffer, a parameter or positions, as relative positions do; one reads a value, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(16, 16, 4))
+        self.query = nn.Parameter(torch.randn(1, 1, 16))
+        self.bias = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.position, self.shared = nn.Linear(6, 16), nn.Linear(16, 16)
+        self.first, self.last = nn.Linear(12, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], dtype=torch.float32).unsqueeze(-1).expand(-1, 6).to(x.device)
+        x = self.first(x) + self.position(places) + self.shared(self.query)
+        return self.last(self.shared(x)) + self.bias(self.table).mean((0, 1))
+
+
+class Products(nn.Module):
+    """Contractions that add something: the product is integer all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 8), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        a, b = self.a(x), self.b(x)
+        square = a @ b.transpose(1, 2)
+        added = [torch.baddbmm(square, a, b.mT, beta=0.5, alpha=2.0), torch.addbmm(square[0], a, b.mT)]
+        return [*added, torch.addmv(square[0, 0], a[0], b[0, 0]), torch.linalg.vecdot(a, b)]
 
 
 def stopped() -> nn.Module:
@@ -295,13 +331,13 @@ def stopped() -> nn.Module:
         *(
             nn.Threshold(0.1, 0.0),
             nn.AdaptiveMaxPool2d(1),
-            nn.ZeroPad2d(1),
+            nn.ConstantPad2d(1, 0.5),
             nn.Softmax(1),
             nn.GroupNorm(1, 4),
         ),
         *(lambda x: x.repeat(1, 2, 1, 1), lambda x: x[:, [1, 0, 3, 2]], lambda x: x * 2, lambda x: x + 1),
         *(lambda x: x.masked_fill(x > 1, 0.0), lambda x: x.sum(1, keepdim=True)),
-        *(lambda x: torch.cat([x, F.relu(x)], 1), lambda x: F.pad(x, (1, 1))),
+        lambda x: torch.cat([x, F.relu(x)], 1),
     )
 
 
@@ -332,6 +368,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "moved_twice": (moved_twice, IMAGES),
     "moved_once": (moved_once, IMAGES),
     "stopped": (stopped, IMAGES),
+    "constants": (Constants, (2, 5, 12)),
+    "products": (Products, (2, 5, 12)),
     "audio": (audio, SERIES),
     "mlp": (mlp, VECTORS),
 }
@@ -380,3 +418,49 @@ def test_two_grids_of_one_value_are_named():
     config = QuantConfig.load("w8a8").override("A.SPECIFIC", [{"d*": ["QUANTIZER.BIT", 6]}])
     rows = {row.path: row for row in preflight(sparsebit.QuantModel(UNet().eval(), config)).rows}
     assert rows["a.0"].backend == "its readers quantize it in different ways"
+
+
+def test_what_reads_only_constants_stays_float():
+    """A layer is quantized all the same if one of its calls reads values; the other call is told apart."""
+    qmodel = sparsebit.QuantModel(Constants().eval(), "w8a8", example=torch.randn(2, 5, 12))
+    found = preflight(qmodel, torch.randn(2, 5, 12))
+    rows = {row.path if row.path != "shared" else row.name: row for row in found.rows}
+    for path in ("position", "bias.0", "bias.1", "bias.2"):
+        assert (rows[path].state, rows[path].how, rows[path].macs) == ("float", WHY_FLOAT, 0)
+        assert not any(isinstance(m, QuantOpr) and path in n for n, m in qmodel.model.named_modules())
+    assert rows["shared"].state == "float" and rows["shared_1"].integer
+    assert found.totals["macs"] == found.totals["integer_macs"] == 10 * (12 * 16 + 16 * 16 + 16 * 8)
+
+
+def test_what_is_written_into_is_no_constant():
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = torch.zeros_like(x)
+            table[0] = x[0]
+            return self.layer(table)
+
+    qmodel = sparsebit.QuantModel(Writing().eval(), "w8a8", example=torch.randn(3, 12))
+    assert not qmodel.islands and isinstance(qmodel.model.layer, QuantOpr)
+
+
+@pytest.mark.parametrize(
+    "create", [torch.randn_like, torch.zeros_like, lambda x: torch.tensor(x[0, 0].item())]
+)
+def test_random_numbers_are_no_constants(create):
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).sum(-1, keepdim=True) + self.layer(create(x) + torch.zeros(1, 12))
+
+    node = next(
+        n for n in sparsebit.QuantModel(Noisy().eval(), "w8a8").model.graph.nodes if n.name == "layer_1"
+    )
+    constants = {n.name for n in on_constants(node.graph.owning_module)}
+    assert ("layer_1" in constants) == (create is not torch.randn_like)

@@ -23,6 +23,8 @@ ONNX_OPS = {  # how the exporter writes an op
     "*Linear*": "Gemm",
     "MatMul": "MatMul",
     "AddMM": "MatMul",
+    "AddBMM": "MatMul",
+    "AddMV": "MatMul",
     "*Attention": "MatMul",  # its two products
     "Add": "Add",
     "Mul": "Mul",
@@ -85,6 +87,7 @@ class OnnxruntimeBackend(Backend):
         lowered = lower_marks(model, {name: mark for name, mark in marks.items() if name not in aliases})
         integer_bias(model, marks, lowered)
         rewrites.shapes_of_codes(model)
+        rewrites.pads_of_codes(model, lowered)
         pointwise_as_products(model, lowered)
         rewrites.keep_apart(model)
         lowered.add_aliases(aliases)

@@ -13,10 +13,9 @@ from torch import fx, nn
 from sparsebit.graph.ops import argument, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.modules.conv import QConv1d, QConv2d, QConv3d
-from sparsebit.quantization.modules.pad import Pad
+from sparsebit.quantization.modules.pad import Pad, padded_with
 
 CONVS = (QConv1d, QConv2d, QConv3d)
-ZEROS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 
 
 @graph_pass("pads_into_convs", keeps_output=True)
@@ -37,15 +36,17 @@ def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
-    """How many zeros, last axis first, as F.pad takes them; None: something else than zeros, or other axes too."""
+    """How many zeros, last axis first, as F.pad takes them; None: something else, other axes too, or values go."""
     if not isinstance(module, Pad) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     layer = module.__dict__.get("op") or module._modules.get("op")
-    if isinstance(layer, nn.Module):
-        zeros = isinstance(layer, ZEROS) or getattr(layer, "value", None) == 0
-        amounts: Any = getattr(layer, "padding", None) if zeros else None
-    else:
-        zeros = argument(node, 2, "mode", "constant") == "constant" and not argument(node, 3, "value", 0)
-        amounts = argument(node, 1, "pad") if zeros else None
+    if padded_with(node, layer) != "zeros":
+        return None
+    amounts = layer.padding if isinstance(layer, nn.Module) else argument(node, 1, "pad")
     is_spatial = isinstance(amounts, (tuple, list)) and len(amounts) <= 2 * dims
-    return list(amounts) if is_spatial else None
+    return list(amounts) if is_spatial and not any(_is_negative(n) for n in amounts) else None
+
+
+def _is_negative(amount: Any) -> bool:
+    """A size that the graph computes is taken as it is: it belongs to SAME padding."""
+    return isinstance(amount, int) and amount < 0

@@ -101,8 +101,9 @@ class QExperts(QuantOpr):
         return grouped_mm(self.quantized_input(input), weight, offs)
 
 
-MatMul = define(
-    "MatMul", MultipleInputsQuantOpr, *spelled("matmul mm bmm mv dot vdot inner vecdot tensordot")
+MatMul = define("MatMul", MultipleInputsQuantOpr, *spelled("matmul mm bmm mv dot vdot inner tensordot"))
+VecDot = define(
+    "VecDot", MultipleInputsQuantOpr, *spelled("vecdot"), doc="In a file it is a product and a sum."
 )
 Einsum = define("Einsum", MultipleInputsQuantOpr, *spelled("einsum chain_matmul multi_dot"))
 AddMM = define("AddMM", _AddMM, *spelled("addmm"))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
+from torch import fx, nn
+
+from sparsebit.graph.ops import argument
 from sparsebit.quantization.modules.base import Opr, define, spelled
 
 KINDS = ("ConstantPad", "ZeroPad", "ReflectionPad", "ReplicationPad", "CircularPad")
@@ -21,3 +24,17 @@ ChannelShuffle = define(
 )
 Unfold = define("Unfold", Opr, nn.Unfold, *spelled("unfold"))
 Fold = define("Fold", Opr, nn.Fold, *spelled("fold"), doc="Sums what overlaps.")
+
+
+def padded_with(node: fx.Node, op: Any) -> str:
+    """What a call of the padding layer or function `op` adds: zeros, constant, reflect, replicate or circular."""
+    if isinstance(op, nn.Module):
+        kind = type(op).__name__.removesuffix("1d").removesuffix("2d").removesuffix("3d")
+        modes = {"ReflectionPad": "reflect", "ReplicationPad": "replicate", "CircularPad": "circular"}
+        mode, value = modes.get(kind, "constant"), getattr(op, "value", 0)
+    else:
+        takes_mode = getattr(op, "__name__", "") == "pad"
+        mode = argument(node, 2, "mode", "constant") if takes_mode else "constant"
+        value = argument(node, 3 if takes_mode else 2, "value", 0)
+    is_zero = value is None or (isinstance(value, (int, float)) and value == 0)
+    return "zeros" if mode == "constant" and is_zero else str(mode)

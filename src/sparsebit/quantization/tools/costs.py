@@ -1,7 +1,8 @@
 """What a forward costs, measured on one example: multiplications, bytes that live at once, state of observers.
 
-Every aten op that multiplies matrices is counted with torch's own formulas, inside islands too. Its MACs are
-quantized when each operand came out of an active quantizer, possibly moved around (view, cat, pad) since then.
+Every aten op that multiplies matrices is counted with torch's own formulas, inside islands too; not those that read
+only constants, which a runtime computes once. Its MACs are quantized when each operand came out of an active
+quantizer, possibly moved around (view, cat, pad) since then.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Measured:
     state: dict[Quantizer, int] = field(default_factory=dict)  # bytes of its observer's state
     cached: int = 0  # bytes that observers of the old kind add with every batch
     not_float: set[Quantizer] = field(default_factory=set)  # quantizers that got integers, or no tensor
+    constant: set[Where] = field(
+        default_factory=set
+    )  # where all that was multiplied is the same for every input
 
 
 def macs_quantized(qmodel: Any, example: Any) -> tuple[int, int]:
@@ -60,8 +64,9 @@ def macs_quantized(qmodel: Any, example: Any) -> tuple[int, int]:
 def measure(qmodel: Any, example: Any) -> Measured:
     """Run `example` (one batch in any form that calibrate() takes) once, in float and eval mode."""
     gm: fx.GraphModule = qmodel.model
-    lane = Lane(gm, as_calls(gm, [example]))
-    counter = _Counter()
+    calls = as_calls(gm, [example])
+    lane, counter = Lane(gm, calls), _Counter()
+    counter.make_vary(calls)
     with torch.no_grad(), undisturbed(gm), _watching(gm, counter), counter:
         for node in gm.graph.nodes:
             counter.node = node.name
@@ -80,6 +85,7 @@ class _Counter(TorchDispatchMode):
         self.inside: list[nn.Module] = []  # the QModules being run
         self.paused = False
         self._on_grid: dict[int, StorageWeakRef] = {}  # a weak reference keeps the address from being reused
+        self._varies: dict[int, StorageWeakRef] = {}  # memory of what depends on the inputs
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._live_bytes = 0  # an upper bound: the dead are counted until a peak is in question
 
@@ -87,11 +93,17 @@ class _Counter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        varies = self._reads_inputs(func, args, kwargs)
+        if varies:
+            self.make_vary((out, args[:1] if func._schema.is_mutable else ()))
         if self.paused:
             return out
         packet = func._overloadpacket
         for macs, operands in parts(packet, args, kwargs or {}, out):
             key = (self.node, self.inside[-1] if self.inside else None)
+            if not varies:
+                self.result.constant.add(key)
+                continue
             self.result.macs[key] += macs
             inner = self._rounds_probs()
             on_grid = [inner if x is None else self.is_on_grid(x) for x in operands]
@@ -106,6 +118,17 @@ class _Counter(TorchDispatchMode):
         for x in outputs:
             self._allocated(x)
         return out
+
+    def make_vary(self, values: Any) -> None:
+        for x in pytree.tree_leaves(values):
+            if isinstance(x, Tensor):
+                self._varies[_address(x)] = StorageWeakRef(x.untyped_storage())
+
+    def _reads_inputs(self, func: Any, args: Any, kwargs: Any) -> bool:
+        tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        return torch.Tag.nondeterministic_seeded in func.tags or any(
+            _address(x) in self._varies for x in tensors
+        )
 
     def _rounds_probs(self) -> bool:
         """Does the attention being run round its probabilities, once it is quantized?"""

@@ -15,9 +15,9 @@ from sparsebit.quantization.modules.base import is_number
 from sparsebit.quantization.modules.create import Create
 from sparsebit.quantization.modules.index import Select
 from sparsebit.quantization.modules.math import Pointwise
-from sparsebit.quantization.modules.pad import ChannelShuffle, PixelShuffle, PixelUnshuffle
+from sparsebit.quantization.modules.pad import ChannelShuffle, Pad, PixelShuffle, PixelUnshuffle, padded_with
 from sparsebit.quantization.modules.pool import AdaptiveMaxPool, MaxPool1d, MaxPool2d, MaxPool3d
-from sparsebit.quantization.modules.python_builtins import QGetItem
+from sparsebit.quantization.modules.python_builtins import QGetAttr, QGetItem, reads_property
 from sparsebit.quantization.modules.resize import QInterpolate, QUpsample
 from sparsebit.quantization.modules.shape import (
     Concat,
@@ -46,9 +46,21 @@ MOVERS = (  # they keep the range of the values: an observer behind them sees wh
     *(PixelShuffle, PixelUnshuffle, ChannelShuffle, MaxPool1d, MaxPool2d, MaxPool3d, QUpsample, QInterpolate),
 )
 PICKERS = (Concat, Stack, Split)  # an observer behind them sees another range
+PADS = ("zeros", "reflect", "replicate", "circular")  # of codes; zero is a code of every grid
 CLIP, VANISHES, MOVE, PICK = "clip", "vanishes", "move", "pick"
 MOVED_ONCE = (  # only the exporter moves a quantizer in front of these; onnxruntime does it for the others, once more
-    *(PixelShuffle, PixelUnshuffle, QUpsample, QInterpolate, Expand, Expand_as, Repeat, Select, *PICKERS),
+    *(
+        PixelShuffle,
+        PixelUnshuffle,
+        QUpsample,
+        QInterpolate,
+        Expand,
+        Expand_as,
+        Repeat,
+        Select,
+        Pad,
+        *PICKERS,
+    ),
 )
 NAMED: dict[Any, tuple[str, tuple[str, ...]]] = {  # of these only some functions are moves in the file, too
     Pointwise: (CLIP, ("clamp", "clamp_min", "clamp_max", "clip")),
@@ -142,9 +154,10 @@ class OutputGrids:
         return self.known[node]
 
     def _reads_size(self, user: fx.Node) -> bool:
-        """`x.size(0)`, `torch.zeros_like(x)`: the values do not matter."""
+        """`x.size(0)`, `x.device`, `torch.zeros_like(x)`: the values do not matter."""
         module = module_of(user, self.gm) if user.op == "call_module" else None
-        return isinstance(module, Create) or is_number(user, self.gm)
+        is_property = isinstance(module, QGetAttr) and reads_property(user)
+        return is_property or isinstance(module, Create) or is_number(user, self.gm)
 
     def _of_user(self, user: fx.Node) -> list[Reader] | None:
         module = module_of(user, self.gm) if user.op == "call_module" else None
@@ -174,6 +187,9 @@ class OutputGrids:
             return how if _function(module) in names and has_constants else ""
         if is_kind(QGetItem):
             return PICK if _is_slice(node.args[1]) else ""
+        if is_kind(Pad):
+            op = getattr(module, "op", None) or node.target
+            return PICK if padded_with(node, op) in PADS else ""
         if is_kind(AdaptiveMaxPool):
             size = argument(node, 1, "output_size", getattr(getattr(module, "op", None), "output_size", None))
             return "" if _is_one(size) else MOVE

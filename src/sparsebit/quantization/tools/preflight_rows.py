@@ -18,6 +18,7 @@ from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.conv import is_pointwise
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.tools.constants import WHY_FLOAT, on_constants
 from sparsebit.quantization.tools.costs import Measured
 from sparsebit.quantization.tools.layers import (
     active_quantizers,
@@ -56,7 +57,7 @@ class RowBuilder:
         self.gm, self.config, self.backend = gm, config, backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
-        self.outputs = OutputGrids(gm)
+        self.outputs, self.constants = OutputGrids(gm), on_constants(gm)
         self.seen: set[nn.Parameter] = set()  # a weight that is used twice counts once
 
     def rows(self) -> Iterator[Row]:
@@ -92,6 +93,7 @@ class RowBuilder:
         complete = all_inside and (bool(carried or inside) or _complete(module))
         grids = _grids(module, [*quantizers, *inside])
         integer, why = self._verdict(op, state, grids, complete, node in self.outputs or is_pointwise(module))
+        integer, why = (False, how) if node in self.constants else (integer, why)
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
@@ -105,6 +107,9 @@ class RowBuilder:
         quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
         op, key = _op_name(node, module), (node.name, module)
         macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
+        if key in self.measured.constant and not macs:
+            full, _ = self._bytes(module, own_rows)
+            return Row(*names_of(node, inside), op, "float", WHY_FLOAT, bytes=full, quantized_bytes=full)
         state, how = "quantized", " / ".join(map(describe, quantizers))
         if not quantizers:
             state, how = self._without_quantizer(module)
@@ -129,6 +134,8 @@ class RowBuilder:
 
     # -- why -----------------------------------------------------------------------------------------
     def _state(self, node: fx.Node, module: nn.Module | None, active: list[Quantizer]) -> tuple[str, str]:
+        if node in self.constants:
+            return "float", "this call reads only constants" if active else WHY_FLOAT
         if active:
             off = self._why_off(module)
             equalized = isinstance(module, QuantOpr) and module.equalization is not None
