@@ -3,8 +3,8 @@
 x * sigmoid(x) in integers rounds three times, each time with one scale for all channels. Where channels differ much in
 range, that costs many dB. In float there is one rounding left, in front of the next integer convolution. A convolution
 of 1 x 1 gives float values at no price (export/integer_forms.py). A depthwise convolution is about as fast in float.
-But float values take more time to move. So calibration measures what both forms do to the outputs of the model. The float
-form is taken only where the other one is not good enough, and for a whole bit.
+But float values take more time to move. So calibration measures what both forms do to the outputs of the model. The
+float form is taken only where the other one is not good enough, and for a whole bit.
 """
 
 from __future__ import annotations
