@@ -40,16 +40,21 @@ def computed(report: Any) -> Counter[str]:
             kind = _kind(op, KERNELS)
             if kind:
                 counts[f"{how} {kind}"] += n
-    counts["integer Conv"] -= _pools(report.path)
+    counts["integer Conv"] -= _nodes_named(report.path, "/as_conv")  # average pools
+    products = _nodes_named(report.path, "/as_product/gemm")  # convolutions of 1 x 1
+    counts["integer Conv"] += products
+    counts["integer MatMul"] -= products
+    copies = _nodes_named(report.path, "/blocked")  # in front of large pools
+    counts["float Conv"] -= copies
     return +counts
 
 
-def _pools(path: str) -> int:
-    """Average pools that the exporter has written as convolutions."""
+def _nodes_named(path: str, ending: str) -> int:
+    """Nodes that the exporter has written in the place of others."""
     import onnx
 
     nodes = onnx.load(path, load_external_data=False).graph.node
-    return sum(node.op_type == "Conv" and node.name.endswith("/as_conv") for node in nodes)
+    return sum(node.name.endswith(ending) for node in nodes)
 
 
 def _kind(op: str, kinds: dict[str, tuple[str, ...]]) -> str:

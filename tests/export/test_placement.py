@@ -302,7 +302,9 @@ def test_weights_of_float_kernels_are_stored_as_float(tmp_path: Path) -> None:
     kinds = {t.name: t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer}
     assert kinds["a.weight_quantizer/codes"] == onnx.TensorProto.INT8
     assert kinds["up.weight_quantizer/DQ/out"] == onnx.TensorProto.FLOAT
-    assert kinds["out.weight_quantizer/codes/matrix"] == onnx.TensorProto.INT8  # 1 x 1: integer with float output
+    assert (
+        kinds["out.weight_quantizer/codes/matrix"] == onnx.TensorProto.INT8
+    )  # 1 x 1: integer with float output
     assert report.ok and not any("out" in layer for layer in report.why_float)
     assert sparsebit.verify(tmp_path / "m.onnx", qmodel, batches).ok
 

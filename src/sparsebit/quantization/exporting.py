@@ -32,6 +32,7 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
+FLOAT_FORMS = "float_forms"  # in the meta of a graph: what tools/float_forms.py chose
 UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 
@@ -102,6 +103,8 @@ def export_onnx(
                 shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
             report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
+            if FLOAT_FORMS in qmodel.model.meta:
+                report.notes.append(qmodel.model.meta[FLOAT_FORMS])
             if timing or tune:
                 report.timing = time_draft(made, file, call)
             if tuned is not None:

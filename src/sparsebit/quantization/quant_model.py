@@ -39,7 +39,7 @@ from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
 from sparsebit.quantization.tools.calibration import CalibrationRunner
-from sparsebit.quantization.tools.float_forms import choose_float_forms
+from sparsebit.quantization.tools.float_forms import NOTE, choose_float_forms
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
@@ -205,6 +205,7 @@ class QuantModel(nn.Module):
                 "batches, then calc_qparams() once"
             )
         self.calibration_runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
+        self.model.meta.pop(NOTE, None)
         if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
             choose_float_forms(self.model, self.calibration_runner.samples)
         if needs_reconstruction(self.model):

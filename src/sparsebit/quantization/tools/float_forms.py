@@ -124,7 +124,6 @@ def _module(node: fx.Node, gm: fx.GraphModule) -> Any:
 @torch.no_grad()
 def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
     """Take the float forms if they bring a bit on the outputs for `calls`; returns how many dB they bring."""
-    gm.meta.pop(NOTE, None)
     forms = float_forms(gm)
     if not forms or not calls:
         return 0.0

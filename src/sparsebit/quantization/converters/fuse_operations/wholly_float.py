@@ -48,5 +48,5 @@ def _gives_codes(node: fx.Node, gm: fx.GraphModule) -> bool:
     if isinstance(module, PRODUCERS):
         return not isinstance(module, INTEGER_CONVS) or is_active(module.weight_quantizer)
     if module is None or not node.all_input_nodes or not (moves_values(module) or isinstance(module, CLIPS)):
-        return node.op == "placeholder" and len(node.users) > 1
+        return False
     return _gives_codes(node.all_input_nodes[0], gm)
