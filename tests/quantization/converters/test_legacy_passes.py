@@ -177,6 +177,7 @@ def test_lists_name_the_tasks_in_order() -> None:
         "integer_outputs",
         "equalize",
         "one_grid",
+        "wholly_float",
         "known_ranges",
     ]
     originals = ["remove_identity", "getattr_to_shape", "unbind_getitem_to_subtensor"]
