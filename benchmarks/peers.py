@@ -34,7 +34,7 @@ FILES = ["numpy==2.4.6", "pillow==13.0.0", "onnx==1.23.2", "onnxruntime==1.31.1"
 PACKAGES = {
     "onnxruntime": FILES,
     "nncf": ["nncf==3.4.0", *FILES],
-    "openvino": ["openvino==2026.4.1", "numpy==2.4.6"],
+    "openvino": ["openvino==2026.4.1", "nncf==3.4.0", "numpy==2.4.6"],
     "modelopt": ["nvidia-modelopt==0.47.0", "requests", "huggingface_hub", *FILES],
     "brevitas": ["brevitas==0.13.4", "onnxoptimizer", *FILES],
     "torchao": ["torchao==0.18.0", *FILES],

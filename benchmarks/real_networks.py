@@ -3,7 +3,8 @@
     python benchmarks/real_networks.py prepare            fetch weights, write float files and data
     python benchmarks/real_networks.py float              run the float files: the reference of all that follows
     python benchmarks/real_networks.py ours               quantize, export, run, judge; a minute or less per network
-    python benchmarks/real_networks.py peer nncf static   the same for the other tools, in venvs that this makes
+    python benchmarks/real_networks.py peer nncf static   the same for the other tools, in venvs that this makes;
+                                                          `peer openvino --runtime openvino`: NNCF for OpenVINO
     python benchmarks/real_networks.py score              run and judge the files that are there again
     python benchmarks/real_networks.py time               files in turns, one thread, batch 1; run it on a quiet machine
     python benchmarks/real_networks.py table              all side by side, and the bars; --save writes the pages
@@ -42,6 +43,7 @@ from real.place import Place, read, write
 NNCF_VERSION = next(name for name in peers.PACKAGES["nncf"] if name.startswith("nncf==")).partition("==")[2]
 PEERS = {
     "nncf": ("nncf", "nncf-mixed"),
+    "openvino": ("openvino-nncf", "openvino-nncf-mixed"),
     "static": ("static-minmax", "static-reduced", "static-percentile", "static-entropy"),
 }
 STEPS = ("prepare", "float", "ours", "peer", "score", "time", "table")
@@ -73,7 +75,7 @@ def ours(network: Any, place: Place, args: argparse.Namespace) -> None:
 
 
 def peer(network: Any, place: Place, args: argparse.Namespace) -> None:
-    for tool in [tool for name in args.tools or PEERS for tool in PEERS.get(name, (name,))]:
+    for tool in [tool for name in args.tools or ("nncf", "static") for tool in PEERS.get(name, (name,))]:
         place.forget(tool)
         start = time.monotonic()
         command = [
@@ -92,9 +94,16 @@ def peer(network: Any, place: Place, args: argparse.Namespace) -> None:
 
 
 def score(network: Any, place: Place, args: argparse.Namespace) -> None:
-    tools = [tool for tool in args.tools or ["float", *place.tools()] if place.file(tool).is_file()]
+    tools = files_of(place, args)
     ran = [run_and_score(network, place, tool, args) for tool in tools]
     require(all(ran))
+
+
+def files_of(place: Place, args: argparse.Namespace) -> list[str]:
+    """The tools that are asked for and have a file; of all of them, those that the runtime reads."""
+    known = ["float", *place.tools()]
+    read_here = [tool for tool in known if args.runtime == "openvino" or not tool.startswith("openvino")]
+    return [tool for tool in args.tools or read_here if place.file(tool).is_file()]
 
 
 def require(ran: bool) -> None:
@@ -122,9 +131,7 @@ def show_score(network: Any, place: Place, tool: str, where: str) -> None:
 
 
 def measure_time(network: Any, place: Place, args: argparse.Namespace) -> None:
-    tools = args.tools or place.tools()
-    files = {tool: place.file(tool) for tool in ["float", *tools] if place.file(tool).is_file()}
-    pairs = [f"{tool}={file}" for tool, file in files.items()]
+    pairs = [f"{tool}={place.file(tool)}" for tool in dict.fromkeys(["float", *files_of(place, args)])]
     command = [runner(args), str(HERE / "real" / "time_files.py"), str(place.timed), *pairs, *how(args)]
     done = subprocess.run([*command, "--seconds", str(args.seconds)], capture_output=True, text=True)
     if done.returncode:

@@ -58,6 +58,8 @@ def decoded(detector: Any, output: Array) -> list[Found]:
 
 def average_precision(truth: dict[str, Any], found: list[Found], categories: list[int]) -> Measure:
     """AP in per cent, as a function of the images (by their place in `truth`) that count."""
+    if not any(len(scores) for _, scores, _ in found):  # pycocotools takes no empty answer
+        return lambda rows: 0.0
     matches = matched(truth, found, categories)
 
     def measure(rows: Array) -> float:

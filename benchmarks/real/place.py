@@ -39,7 +39,8 @@ class Place:
         return self.timed.is_file() and self.file("float").is_file()
 
     def file(self, tool: str) -> Path:
-        return self.folder / f"{tool}.onnx"
+        """ONNX; OpenVINO's own format where NNCF works on that."""
+        return self.folder / f"{tool}.{'xml' if tool.startswith('openvino') else 'onnx'}"
 
     def made(self, tool: str) -> Path:
         """How the tool made its file, or why there is none."""

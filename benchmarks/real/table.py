@@ -8,7 +8,7 @@ import numpy as np
 
 from real.place import Place, read
 
-NNCF = ("nncf", "nncf-mixed")
+NNCF = ("nncf", "nncf-mixed", "openvino-nncf", "openvino-nncf-mixed")
 STATIC = ("static-minmax", "static-reduced", "static-percentile", "static-entropy")
 HEAD = (
     "network",

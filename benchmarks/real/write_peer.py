@@ -3,6 +3,7 @@
     python write_peer.py TOOL FLOAT_FILE BATCHES FILE [--attention]
 
 nncf, nncf-mixed                 NNCF, its presets PERFORMANCE (the default) and MIXED
+openvino-nncf, -nncf-mixed       NNCF on the model as OpenVINO reads it, in OpenVINO's format: for --runtime openvino
 static-minmax, static-reduced    onnxruntime's quantize_static after quant_pre_process: min/max; with reduce_range
 static-percentile, -entropy      the same with these ranges
 """
@@ -16,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,21 +40,36 @@ def samples(args: argparse.Namespace) -> list[Batch]:
 
 
 def nncf_file(args: argparse.Namespace) -> None:
-    import nncf
     import onnx
 
-    batches = samples(args)
+    onnx.save(by_nncf(args, onnx.load(args.float), samples(args)), args.file)
+
+
+def openvino_file(args: argparse.Namespace) -> None:
+    import openvino
+
+    singles = [
+        [value[i : i + 1] for value in batch.values()]
+        for batch in load_batches(args.batches)
+        for i in range(len(next(iter(batch.values()))))
+    ]
+    model = by_nncf(args, openvino.Core().read_model(args.float), singles)
+    openvino.save_model(model, args.file, compress_to_fp16=False)
+
+
+def by_nncf(args: argparse.Namespace, model: Any, batches: list[Any]) -> Any:
+    import nncf
+
     preset = (
         nncf.QuantizationPreset.MIXED if args.tool.endswith("mixed") else nncf.QuantizationPreset.PERFORMANCE
     )
-    model = nncf.quantize(
-        onnx.load(args.float),
+    return nncf.quantize(
+        model,
         nncf.Dataset(batches),
         subset_size=len(batches),
         preset=preset,
         model_type=nncf.ModelType.TRANSFORMER if args.attention else None,
     )
-    onnx.save(model, args.file)
 
 
 def ranged(batches: list[Batch]) -> object:
@@ -110,6 +127,8 @@ def static_file(args: argparse.Namespace) -> None:
 WRITERS: dict[str, Callable[[argparse.Namespace], None]] = {
     "nncf": nncf_file,
     "nncf-mixed": nncf_file,
+    "openvino-nncf": openvino_file,
+    "openvino-nncf-mixed": openvino_file,
     "static-minmax": static_file,
     "static-reduced": static_file,
     "static-percentile": static_file,
