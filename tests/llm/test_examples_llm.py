@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import inspect
 import json
 import os
 import runpy
@@ -445,8 +446,19 @@ def one_process_losses(folder: Path, text: Path, steps: int, batch: int) -> list
     return found
 
 
+def sends_what_gloo_refuses() -> bool:
+    """torch 2.9's stages greet each other with an int64, and wait for a float32."""
+    from torch.distributed.pipelining import PipelineStage
+
+    greeting = inspect.getsource(PipelineStage._get_init_p2p_neighbors_ops)
+    return "torch.tensor(self.stage_index, device=self.device)" in greeting
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(PEFT), reason=PEFT)
+@pytest.mark.skipif(
+    sends_what_gloo_refuses(), reason="the pipelines of this torch do not run on a CPU (as in 2.9)"
+)
 def test_two_pipeline_stages_train_as_one_process_does(tmp_path):
     model_dir, text = model_folder(tmp_path)
     llm.quantize(model_dir, save=tmp_path / "out", method="rtn", group_size=32)
