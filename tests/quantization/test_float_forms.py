@@ -132,3 +132,20 @@ def test_a_convolution_between_float_values_is_wholly_float(tmp_path):
     assert not any(name.startswith("depthwise") for name in names) and any("wide" in name for name in names)
     report = qmodel.export_onnx(data[0], str(tmp_path / "m.onnx"), ["x"], batches=data[1:])
     assert report.ok and report.floating["Conv"] == 1 and "DequantizeLinear" not in report.floating
+
+
+def test_narrow_groups_are_float_and_their_neighbours_stay_integer(tmp_path):
+    """Groups of 4 channels, and two filters for each channel; onnxruntime is slow at both in integers."""
+    torch.manual_seed(0)
+    narrow = [
+        nn.Conv2d(32, 32, 3, padding=1, groups=8),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1, groups=32),
+    ]
+    first, last = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()], [nn.ReLU(), nn.Conv2d(64, 16, 3), nn.ReLU()]
+    model = nn.Sequential(*first, *narrow, *last, nn.Flatten(), nn.Linear(1600, 4)).eval()
+    data = [torch.randn(2, 3, 12, 12) for _ in range(3)]
+    qmodel = sparsebit.quantize(model, data, progress=False)
+    report = qmodel.export_onnx(data[0], str(tmp_path / "m.onnx"), ["x"], batches=data[1:])
+    assert report.ok and report.integer["QLinearConv"] == 2
+    assert report.floating["Conv"] + report.floating["FusedConv"] == 2

@@ -65,6 +65,8 @@ def _built(case: Case, batch: object) -> nn.Module:
     for part in model.modules():  # encoder and decoder have configs of their own
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False  # a file gives only tensors
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # a file has fixed sizes
     return model
 
 

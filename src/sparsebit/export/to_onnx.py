@@ -32,6 +32,11 @@ CACHE = (
     "quantized, or give use_cache=False with the example, the batches and the dummy"
 )
 
+EXPERTS = (
+    "how many rows each expert gets is decided by the data, and a file has fixed sizes; call "
+    "model.set_experts_implementation('batched_mm') before the model is quantized (transformers 5)"
+)
+
 
 def to_onnx(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opset: int, **options: Any
@@ -215,6 +220,8 @@ def _explain(error: BaseException, model: nn.Module) -> str:
         fix = PADDED
     elif "Cache'> in output" in str(error):  # what language models of transformers keep for the next token
         fix = CACHE
+    elif "grouped_mm" in str(error):  # experts of transformers
+        fix = EXPERTS
     return (
         f"torch's exporter cannot translate {what}: {type(error).__name__}: {' '.join(lines[:2])[:600]}\n"
         f"  fix: {fix}"

@@ -19,7 +19,8 @@ from sparsebit.quantization.modules.shape import Expand_as, Reshape
 from sparsebit.quantization.modules.unary import Cast
 
 WHY_FLOAT = "reads only constants: computed once"
-NUMBER, CONSTANT, VARIES = range(3)  # a Python value such as a size; a tensor of constants; any other value
+# a Python value such as a size; parameters and buffers, and what is made of them; with new tensors in it; any other
+NUMBER, STORED, CREATED, VARIES = range(4)
 FIRST_DECIDES = (Cast, Expand_as, Reshape)  # x.type_as(y), x.view_as(y): only x gives values
 TABLES = (
     QEmbedding,
@@ -27,13 +28,14 @@ TABLES = (
 )  # they read constants by nature, and a quantized table makes the file smaller
 
 
-def on_constants(gm: fx.GraphModule) -> set[fx.Node]:
-    """The calls of ops with quantizers that read only constants."""
-    return {node for node, kind in _kinds(gm).items() if kind == CONSTANT and _has_quantizers(node, gm)}
+def on_constants(gm: fx.GraphModule, most: int = CREATED) -> set[fx.Node]:
+    """The calls of ops with quantizers that read only constants; with STORED, only parameters and buffers."""
+    kinds = {node for node, kind in _kinds(gm).items() if NUMBER < kind <= most}
+    return {node for node in kinds if _has_quantizers(node, gm)}
 
 
 def only_on_constants(gm: fx.GraphModule) -> set[fx.Node]:
-    """The same, without the calls of layers that elsewhere read other values, too."""
+    """The calls of layers that read nothing else anywhere."""
     found = on_constants(gm)
     calls = (node for node in gm.graph.nodes if node.op == "call_module" and node not in found)
     mixed = {id(module_of(node, gm)) for node in calls}
@@ -52,7 +54,7 @@ def _class_of(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
 
 
 def _kinds(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """NUMBER, CONSTANT or VARIES for every node. What is written into varies, from the start."""
+    """The kind of every value. What is written into varies, from the start."""
     written = _written(gm)
     kinds: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:
@@ -62,13 +64,13 @@ def _kinds(gm: fx.GraphModule) -> dict[fx.Node, int]:
 
 def _kind(node: fx.Node, gm: fx.GraphModule, kinds: dict[fx.Node, int]) -> int:
     if node.op == "get_attr":
-        return CONSTANT
+        return STORED
     cls = _class_of(node, gm) if node.op.startswith("call") else None
     if cls is None or issubclass(cls, Random):
         return VARIES
     if issubclass(cls, Value) or (issubclass(cls, QGetAttr) and reads_property(node)):
         return NUMBER
-    least = CONSTANT if issubclass(cls, Create) else NUMBER
+    least = CREATED if issubclass(cls, Create) else NUMBER
     return max([least, *(kinds[value] for value in _sources(node, cls))])
 
 

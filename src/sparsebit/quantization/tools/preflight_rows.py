@@ -18,7 +18,7 @@ from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.conv import is_pointwise
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.constants import WHY_FLOAT, on_constants
+from sparsebit.quantization.tools.constants import STORED, WHY_FLOAT, on_constants, only_on_constants
 from sparsebit.quantization.tools.costs import Measured
 from sparsebit.quantization.tools.layers import (
     active_quantizers,
@@ -57,7 +57,9 @@ class RowBuilder:
         self.gm, self.config, self.backend = gm, config, backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
-        self.outputs, self.constants = OutputGrids(gm), on_constants(gm)
+        self.outputs = OutputGrids(gm)
+        # a call of a layer that elsewhere reads values is computed once, in float, if all it reads is in the file
+        self.constants = only_on_constants(gm) | on_constants(gm, STORED)
         self.seen: set[nn.Parameter] = set()  # a weight that is used twice counts once
 
     def rows(self) -> Iterator[Row]:
