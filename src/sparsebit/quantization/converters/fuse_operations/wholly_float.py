@@ -35,19 +35,18 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
         conv: Any = module_of(node, gm) if node.op == "call_module" else None
         if not isinstance(conv, INTEGER_CONVS) or is_pointwise(conv) or calls[str(node.target)] > 1:
             continue
-        own = conv.input_quantizer
-        if is_active(conv.weight_quantizer) and has_narrow_groups(conv) and wants_integer_output(conv, own):
-            conv.weight_quantizer.set_fake_fused()
-            if not _gives_codes(inputs_of(node)[0], gm):
-                conv.set_fake_fused()
-            changed += 1
+        own, weight = conv.input_quantizer, conv.weight_quantizer
+        if own is None or weight is None or not is_active(weight) or not wants_integer_output(conv, own):
             continue
-        if not is_active(own) or not is_active(conv.weight_quantizer) or not wants_integer_output(conv, own):
-            continue
+        reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
-        if read_in_float and not _gives_codes(inputs_of(node)[0], gm):
+        if has_narrow_groups(conv):
+            weight.set_fake_fused()
+        elif not is_active(own) or not read_in_float or reads_codes:
+            continue
+        if not reads_codes:
             conv.set_fake_fused()
-            changed += 1
+        changed += 1
     return changed
 
 
