@@ -42,7 +42,7 @@ def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
     layer = module.__dict__.get("op") or module._modules.get("op")
     if padded_with(node, layer) != "zeros":
         return None
-    amounts = layer.padding if isinstance(layer, nn.Module) else argument(node, 1, "pad")
+    amounts: Any = layer.padding if isinstance(layer, nn.Module) else argument(node, 1, "pad")
     is_spatial = isinstance(amounts, (tuple, list)) and len(amounts) <= 2 * dims
     return list(amounts) if is_spatial and not any(_is_negative(n) for n in amounts) else None
 
