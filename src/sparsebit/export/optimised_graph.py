@@ -90,7 +90,8 @@ def _computed_by(node: Any, model: Any, compared: dict[str, Array]) -> Any:
 
 def _in_front(node: Any, made_by: dict[str, Any], compared: dict[str, Array]) -> Iterator[Any]:
     """The node, and those in front of it up to the values that were compared."""
-    waiting, seen = [node], set()
+    waiting: list[Any] = [node]
+    seen: set[str] = set()
     while waiting:
         node = waiting.pop()
         yield node
