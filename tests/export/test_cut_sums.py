@@ -44,6 +44,8 @@ BATCHES = [torch.rand(4, 3, 10, 10, generator=torch.Generator().manual_seed(i)) 
 
 def quantized(config=None, shared: bool = False):
     torch.manual_seed(0)
+    config = QuantConfig.load("w8a8" if config is None else config)
+    config = config.override("SCHEDULE.WHOLLY_FLOAT", False)  # groups of 8 channels follow the rule, too
     return sparsebit.quantize(Twice(shared).eval(), BATCHES, config)
 
 

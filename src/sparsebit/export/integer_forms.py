@@ -100,11 +100,10 @@ def _is_pointwise(node: ir.Node) -> bool:
 
     groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
     auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
-    weight, x = node.inputs[1], node.inputs[0]
+    weight = node.inputs[1]
     shape = None if weight is None or weight.shape is None else weight.shape.numpy()
-    is_image = x is not None and x.shape is not None and len(x.shape) == 4
     plain = only("pads", 0) and only("strides", 1) and groups == 1 and auto in ("NOTSET", "VALID")
-    return plain and is_image and shape is not None and shape[2:] == (1, 1)
+    return plain and shape is not None and shape[2:] == (1, 1)
 
 
 def _only_codes_are_read(value: ir.Value) -> bool:
@@ -116,13 +115,7 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
     x, weight, *bias = node.inputs
     read, stored = (value.producer() if value is not None else None for value in (x, weight))
     is_between = read is not None and read.op_type == "DequantizeLinear" and "axis" not in read.attributes
-    if (
-        not is_between
-        or stored is None
-        or stored.op_type != "DequantizeLinear"
-        or x is None
-        or x.shape is None
-    ):
+    if not is_between or stored is None or stored.op_type != "DequantizeLinear" or x is None:
         return 0
     codes, scale, zero = (array_of(value) for value in stored.inputs[:3])
     if codes is None or codes.dtype not in (np.int8, np.uint8) or len(readers(stored.outputs[0])) > 1:
@@ -140,7 +133,7 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
         if site.after == stored.outputs[0].name:
             site.transposed = True
     last = insert(node, "Transpose", [x], f"{name}/last", {"perm": TO_LAST})
-    last.shape = ir.Shape([x.shape[i] for i in TO_LAST])
+    last.shape = None if x.shape is None else ir.Shape([x.shape[i] for i in TO_LAST])
     places = constant(graph, f"{name}/places", np.asarray([-1, codes.shape[1]], np.int64))
     rows = insert(node, "Reshape", [last, places], f"{name}/rows")
     rows.shape = None
@@ -155,8 +148,8 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
 def _shape_of_images(node: ir.Node, last: ir.Value, channels: int, name: str) -> ir.Value:
     """(batch, height, width, channels): a constant where at most the batch is free."""
     graph = node.graph
-    assert isinstance(graph, ir.Graph) and last.shape is not None
-    sizes = [last.shape[1], last.shape[2]]
+    assert isinstance(graph, ir.Graph)
+    sizes = [None] if last.shape is None else [last.shape[1], last.shape[2]]
     if all(isinstance(size, int) for size in sizes):
         return constant(graph, f"{name}/shape", np.asarray([-1, *sizes, channels], np.int64))
     shape = insert(node, "Shape", [last], f"{name}/sizes", {"start": 0, "end": 3})

@@ -72,7 +72,8 @@ def test_layers_made_of_layers_and_fused_ops():
     per_token = 64 + 256 + attention + 3 * 128 + 4 * 128 + attention
     hidden = 3 * 64 + 4 * 64  # the state of a recurrent layer is float
     quantized, total = macs_quantized(QuantModel(Forms().eval(), "w8a8"), torch.randn(batch, tokens, 8))
-    assert total == batch * tokens * per_token
+    first_state = batch * 3 * 64  # zeros: what the GRU computes of them is constant, and has no MACs
+    assert total == batch * tokens * per_token - first_state
     fused = batch * tokens * attention  # how much of the fused op counts is the op's business
     assert batch * tokens * (per_token - hidden) - fused <= quantized <= batch * tokens * (per_token - hidden)
 

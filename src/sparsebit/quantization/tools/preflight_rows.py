@@ -31,6 +31,7 @@ from sparsebit.quantization.tools.layers import (
 from sparsebit.quantization.tools.output_grids import OutputGrids
 
 PARTS = "parts"  # a module made of QModules
+WHOLLY_FLOAT = "between float values, or in narrow groups, integers bring nothing (SCHEDULE.WHOLLY_FLOAT)"
 Grids = tuple[QuantSpec | None, list[QuantSpec]]  # of the weight, of the inputs
 
 
@@ -153,6 +154,8 @@ class RowBuilder:
         )
         if absorbed and isinstance(module, QSoftmax):
             return "float", WRONG
+        if absorbed and module.weight is not None and module.quantize_weight:
+            return "float", WHOLLY_FLOAT
         if absorbed:
             source = names_of(node.all_input_nodes[0]) if node.all_input_nodes else ("", "its neighbour")
             return "absorbed", f"into {source[1] or source[0]}"

@@ -30,6 +30,9 @@ NARROW = 16  # channels of a group
 
 @graph_pass("wholly_float", when=lambda cfg: cfg.schedule.enabled("wholly_float"), keeps_output=True)
 def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
+    config = ctx.config
+    if not config.schedule.fuse_bn or not config.a.qadd.enable_quant:
+        return 0  # what a batch norm or an addition reads may be integer later, or with another switch
     changed, calls = 0, module_calls(gm)
     for node in gm.graph.nodes:
         conv: Any = module_of(node, gm) if node.op == "call_module" else None
@@ -38,6 +41,8 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
         own, weight = conv.input_quantizer, conv.weight_quantizer
         if own is None or weight is None or not is_active(weight) or not wants_integer_output(conv, own):
             continue
+        if (own.TYPE, weight.TYPE) != ("uniform", "uniform"):
+            continue  # somebody learns these grids
         reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
         if has_narrow_groups(conv):
