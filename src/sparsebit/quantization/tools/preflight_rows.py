@@ -95,7 +95,8 @@ class RowBuilder:
         inside, all_inside = _carried_inside(module)
         complete = all_inside and (bool(carried or inside) or _complete(module))
         grids = _grids(module, [*quantizers, *inside])
-        integer, why = self._verdict(op, state, grids, complete, node in self.outputs or is_pointwise(module))
+        gives_float = is_pointwise(module) and len(node.args) + len(node.kwargs) == 1  # without a pad
+        integer, why = self._verdict(op, state, grids, complete, gives_float or node in self.outputs)
         integer, why = (False, how) if node in self.constants else (integer, why)
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
@@ -154,7 +155,7 @@ class RowBuilder:
         )
         if absorbed and isinstance(module, QSoftmax):
             return "float", WRONG
-        if absorbed and module.weight is not None and module.quantize_weight:
+        if absorbed and isinstance(module, QuantOpr) and module.weight is not None and module.quantize_weight:
             return "float", WHOLLY_FLOAT
         if absorbed:
             source = names_of(node.all_input_nodes[0]) if node.all_input_nodes else ("", "its neighbour")
