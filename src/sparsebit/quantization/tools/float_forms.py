@@ -36,8 +36,8 @@ log = logging.getLogger("sparsebit")
 ACTIVATIONS = (*SMOOTH, QGELU)
 A_BIT = 6.0  # dB on the outputs of the model
 GOOD_ENOUGH = 20.0  # dB: outputs so close to the float model's stay as they are, and fast
-# Measured on AVX2 and on VNNI, as in benchmarks/float_forms.py:
-FEW_INPUTS = 16  # channels: the integer kernel of a larger convolution on them is not faster
+FEW_INPUTS = 16  # channels: on 3, a stem takes 1.6 times as long in integers; up to 16 is an estimate
+# from benchmarks/float_forms.py on AVX2 and on VNNI:
 PRODUCTS_PER_VALUE = 33  # rounding a value and bringing it into another layout take as long as these save
 NOTE = "float_forms"  # in the meta of the graph: what was chosen, for the report
 

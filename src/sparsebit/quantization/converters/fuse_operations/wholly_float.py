@@ -3,8 +3,8 @@
 Its output is read in float, so it has no integer kernel. Rounding its operands costs accuracy and time, and gains
 nothing. Where its input comes from an integer kernel the quantizer stays: the op in front needs it.
 
-A convolution in narrow groups is float, too. onnxruntime multiplies group by group, in integers 5 to 9 times as slowly
-as in float (40 groups of 4 channels, 28 x 28: 2.5 ms against 0.3).
+A convolution in narrow groups is float, too. onnxruntime multiplies group by group. In integers, groups of 4 or 8
+channels take 1.5 to 3.6 times as long as in float, and two filters per channel (7 x 7) 11 to 13 times.
 """
 
 from __future__ import annotations
