@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from sparsebit.errors import GraphError
-from sparsebit.graph import has_effect, inputs_of, is_op, module_calls, module_of, op_of
+from sparsebit.graph import has_effect, inputs_of, is_op, module_calls, module_of, op_of, ops
 
 
 class MyConv(nn.Conv2d):
@@ -123,3 +123,26 @@ def test_effects():
         gm.graph.call_method("__getitem__", (x, 0))
     kept = [n.name for n in gm.graph.nodes if has_effect(n, gm)]
     assert kept == ["x", "hot", "add_", "relu", "relu_", "add_1", "setitem", "iadd", "output"]
+
+
+def test_what_is_bookkeeping_is_an_attribute_not_a_file_name():
+    @ops.bookkeeping
+    def check(x):
+        pass
+
+    class Note(nn.Module):
+        bookkeeping = True
+
+        def forward(self, x):
+            return x
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [
+        graph.call_function(check, (x,)),
+        graph.call_module("note", (x,)),
+        graph.call_function(F.relu, (x,)),
+    ]
+    fx.GraphModule({"note": Note()}, graph)
+    assert [ops.is_bookkeeping(node) for node in nodes] == [True, True, False]
+    assert nodes[0].is_impure()  # nobody reads its result, and it must stay

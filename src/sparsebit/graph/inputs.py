@@ -14,11 +14,12 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
+from sparsebit.graph.ops import bookkeeping
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
 
 
-@fx.node.has_side_effect
+@bookkeeping
 def as_traced(name: str, value: Any, wanted: Any) -> None:
     """Refuse an input that is not what the model was traced with."""
     if torch.jit.is_scripting():
@@ -45,7 +46,7 @@ def differs(value: Any, wanted: Any) -> bool:
     return type(value) is not type(wanted) or isinstance(value, Tensor) or bool(value != wanted)
 
 
-@fx.node.has_side_effect
+@bookkeeping
 def as_many(name: str, values: Any, wanted: int) -> None:
     """Refuse a list of another length than the one the model was traced with."""
     if isinstance(values, fx.Proxy):
@@ -71,7 +72,7 @@ def unchecked() -> Iterator[list[str]]:
         FAILED.reset(token)
 
 
-@fx.node.has_side_effect
+@bookkeeping
 def as_decided(where: str, outcome: Any, wanted: bool) -> None:
     """Refuse an input whose sizes would take the forward another way than those of the example did."""
     if torch.jit.is_scripting():
@@ -96,7 +97,7 @@ def _decide(where: str, outcome: Any, wanted: bool) -> None:
         )
 
 
-@fx.node.has_side_effect
+@bookkeeping
 def is_given(name: str, value: Any) -> None:
     """Refuse None where the model was traced with something."""
     if isinstance(value, fx.Proxy):

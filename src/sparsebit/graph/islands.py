@@ -15,7 +15,9 @@ import torch
 from torch import fx, nn
 
 log = logging.getLogger("sparsebit")
-OWN = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
+GRAPH_FOLDER = Path(__file__).parent  # this file stands directly in sparsebit/graph
+# Frames of files in these folders are not the user's code.
+OWN = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, GRAPH_FOLDER))
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from sparsebit.graph.ops import bookkeeping
 
-@fx.node.has_side_effect
+
+@bookkeeping
 def begin_no_grad() -> bool:
     """Switch gradients off; the result says how it was."""
     before = torch.is_grad_enabled()
@@ -14,7 +16,7 @@ def begin_no_grad() -> bool:
     return before
 
 
-@fx.node.has_side_effect
+@bookkeeping
 def end_no_grad(before: bool) -> None:
     torch._C._set_grad_enabled(before)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import operator
 from collections import Counter
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from sparsebit.errors import GraphError
 
+F = TypeVar("F", bound=Callable[..., Any])
 ADDS = {operator.add, operator.iadd, torch.add, torch.Tensor.add, torch.Tensor.add_}
 INPLACE_OPERATORS = {  # `y = x; y += 1; return x` changes x
     getattr(operator, f"i{name}"): getattr(operator, name)
@@ -117,14 +118,21 @@ def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
     return node.is_impure() or writes_input(node, gm)
 
 
+def bookkeeping(function: F) -> F:
+    """Decorator for a function that a graph calls for its effect only, such as a check of an input."""
+    fx.node.has_side_effect(function)
+    vars(function)["bookkeeping"] = True
+    return function
+
+
 def is_bookkeeping(node: fx.Node) -> bool:
-    """Calls that compute nothing: making an output object, checking inputs, `no_grad` around a block."""
-    if node.op == "call_module":
-        owner = node.graph.owning_module
-        return owner is not None and bool(
-            getattr(owner.get_submodule(str(node.target)), "bookkeeping", False)
-        )
-    package = str(getattr(node.target, "__module__", ""))
-    return node.op == "call_function" and (
-        isinstance(node.target, type) or package in ("sparsebit.graph.no_grad", "sparsebit.graph.inputs")
-    )
+    """Calls that compute nothing: they make an output object, check an input, or switch gradients off and on.
+
+    Such functions and modules have the attribute `bookkeeping = True`.
+    """
+    if node.op == "call_function":
+        return isinstance(node.target, type) or getattr(node.target, "bookkeeping", False) is True
+    owner = node.graph.owning_module
+    if node.op != "call_module" or owner is None:
+        return False
+    return getattr(owner.get_submodule(str(node.target)), "bookkeeping", False) is True

@@ -56,6 +56,7 @@ class Opr(nn.Module):
     """An operation in the graph, called with the arguments of the call it replaces."""
 
     op: Callable[..., Any]
+    moves_values: ClassVar[bool] = False  # True: every value of the result is a value of an input
 
     @Computed
     def _repr_info(self) -> str:
@@ -91,7 +92,13 @@ class Opr(nn.Module):
         return getattr(op, "__name__", "") if op is not None else super().extra_repr()
 
 
-class Value(Opr):
+class Mover(Opr):
+    """An operation that moves or picks values and computes none."""
+
+    moves_values = True
+
+
+class Value(Mover):
     """An operation whose result is a Python value: a size, a flag."""
 
 

@@ -7,23 +7,23 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.graph.ops import argument
-from sparsebit.quantization.modules.base import Opr, define, spelled
+from sparsebit.quantization.modules.base import Mover, define, spelled
 
 KINDS = ("ConstantPad", "ZeroPad", "ReflectionPad", "ReplicationPad", "CircularPad")
 
 Pad = define(
     "Pad",
-    Opr,
+    Mover,
     *(getattr(nn, f"{kind}{d}d") for kind in KINDS for d in (1, 2, 3)),
     *spelled("pad constant_pad_nd"),
 )
-PixelShuffle = define("PixelShuffle", Opr, nn.PixelShuffle, *spelled("pixel_shuffle"))
-PixelUnshuffle = define("PixelUnshuffle", Opr, nn.PixelUnshuffle, *spelled("pixel_unshuffle"))
+PixelShuffle = define("PixelShuffle", Mover, nn.PixelShuffle, *spelled("pixel_shuffle"))
+PixelUnshuffle = define("PixelUnshuffle", Mover, nn.PixelUnshuffle, *spelled("pixel_unshuffle"))
 ChannelShuffle = define(
-    "ChannelShuffle", Opr, nn.ChannelShuffle, *spelled("channel_shuffle native_channel_shuffle")
+    "ChannelShuffle", Mover, nn.ChannelShuffle, *spelled("channel_shuffle native_channel_shuffle")
 )
-Unfold = define("Unfold", Opr, nn.Unfold, *spelled("unfold"))
-Fold = define("Fold", Opr, nn.Fold, *spelled("fold"), doc="Sums what overlaps.")
+Unfold = define("Unfold", Mover, nn.Unfold, *spelled("unfold"))
+Fold = define("Fold", Mover, nn.Fold, *spelled("fold"), doc="Sums what overlaps.")
 
 
 def padded_with(node: fx.Node, op: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.quantization.modules.base import Opr, QuantOpr, define, spelled
+from sparsebit.quantization.modules.base import Mover, Opr, QuantOpr, define, spelled
 
 
 class _Mean(QuantOpr):
@@ -39,12 +39,12 @@ QLPPool = define(
 )
 QMean = define("QMean", _Mean, *spelled("mean"))
 
-MaxPool1d = define("MaxPool1d", Opr, nn.MaxPool1d, *spelled("max_pool1d max_pool1d_with_indices"))
-MaxPool2d = define("MaxPool2d", Opr, nn.MaxPool2d, *spelled("max_pool2d max_pool2d_with_indices"))
-MaxPool3d = define("MaxPool3d", Opr, nn.MaxPool3d, *spelled("max_pool3d max_pool3d_with_indices"))
+MaxPool1d = define("MaxPool1d", Mover, nn.MaxPool1d, *spelled("max_pool1d max_pool1d_with_indices"))
+MaxPool2d = define("MaxPool2d", Mover, nn.MaxPool2d, *spelled("max_pool2d max_pool2d_with_indices"))
+MaxPool3d = define("MaxPool3d", Mover, nn.MaxPool3d, *spelled("max_pool3d max_pool3d_with_indices"))
 AdaptiveMaxPool = define(
     "AdaptiveMaxPool",
-    Opr,
+    Mover,
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
     *spelled("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"),
     *spelled(
@@ -53,7 +53,7 @@ AdaptiveMaxPool = define(
 )
 FractionalMaxPool = define(
     "FractionalMaxPool",
-    Opr,
+    Mover,
     *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
     *spelled("fractional_max_pool2d fractional_max_pool3d"),
     *spelled("fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices"),

@@ -7,11 +7,11 @@ import operator
 
 from torch import fx
 
-from sparsebit.quantization.modules.base import Opr, Value, define, spelled
+from sparsebit.quantization.modules.base import Mover, Value, define, spelled
 
-QGetAttr = define("QGetAttr", Opr, getattr)
-QGetItem = define("QGetItem", Opr, operator.getitem)
-QEqual = define("QEqual", Opr, *spelled("eq"))
+QGetAttr = define("QGetAttr", Mover, getattr)
+QGetItem = define("QGetItem", Mover, operator.getitem)
+QEqual = define("QEqual", Mover, *spelled("eq"))
 Number = define(
     "Number",
     Value,

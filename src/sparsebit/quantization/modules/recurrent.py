@@ -35,6 +35,7 @@ class QState(QIdentity):
     """The quantizer of the hidden state, where A.RNN_STATE asks for one."""
 
     input_axis = -1
+    moves_values = False  # the layer around it computes the state
     why_float = "A.RNN_STATE is off"
 
     def build_quantizer(self, config: Any) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from sparsebit.quantization.modules.activations import (
     QSoftmax as QSoftmax,
 )  # Legacy: the original has it in this file
-from sparsebit.quantization.modules.base import Opr, QuantOpr, Value, define, register_qmodule, spelled
+from sparsebit.quantization.modules.base import Mover, QuantOpr, Value, define, register_qmodule, spelled
 from sparsebit.quantization.modules.index import Where as Where  # Legacy: the original has it in this file
 
 
@@ -17,22 +17,24 @@ from sparsebit.quantization.modules.index import Where as Where  # Legacy: the o
 class QIdentity(QuantOpr):
     """The quantizer of one input of a multi-input op, or an nn.Identity the user marked with `.remove = False`."""
 
+    moves_values = True
+
     def forward(self, x_in: Any) -> Any:
         return self.quantized_input(x_in)
 
 
 Dropout = define(
     "Dropout",
-    Opr,
+    Mover,
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
     *spelled("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout"),
 )
-Clone = define("Clone", Opr, *spelled("clone"))
-Contiguous = define("Contiguous", Opr, *spelled("contiguous"))
-Detach = define("Detach", Opr, *spelled("detach"))
+Clone = define("Clone", Mover, *spelled("clone"))
+Contiguous = define("Contiguous", Mover, *spelled("contiguous"))
+Detach = define("Detach", Mover, *spelled("detach"))
 Cast = define(
     "Cast",
-    Opr,
+    Mover,
     *spelled(
         "to type type_as float half double bfloat16 int long short char byte bool cfloat cdouble cpu cuda"
     ),

@@ -18,8 +18,6 @@ from sparsebit.quantization.modules import Opr, QuantOpr
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
-MOVERS = {"shape", "unary", "python_builtins", "index", "pad"}  # files of QModules that hand values on
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -88,10 +86,7 @@ def carries_for(node: fx.Node) -> fx.Node | None:
 
 def moves_values(module: nn.Module | None) -> bool:
     """Is it a QModule that only moves values, or picks some?"""
-    cls = type(module)
-    return isinstance(module, Opr) and (
-        cls.__module__.rpartition(".")[2] in MOVERS or "MaxPool" in cls.__name__
-    )
+    return isinstance(module, Opr) and module.moves_values
 
 
 def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:
