@@ -69,7 +69,7 @@ def quantize(
     batches: Any,
     config: Any = None,
     *,
-    trace: str | None = None,
+    trace: str = "auto",
     asym: bool = False,
     progress: bool | None = None,
 ) -> QuantModel:
@@ -78,22 +78,24 @@ def quantize(
     batches   tensors, tuples of arguments, dicts of keyword arguments, or a DataLoader of (x, y).
     config    a YAML path, a mapping, a QuantConfig or a preset name; None is a W8A8 that suits onnxruntime. A mapping
               without BACKEND changes that preset.
-    trace     "fx", "export" or "auto": how the graph is found, see QuantModel; None: its default.
+    trace     "fx", "export" or "auto": how the graph is found, see QuantModel.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
     progress  show a progress bar; None: only on a terminal.
     """
     from sparsebit.graph.feeding import first_of
     from sparsebit.quantization import QuantModel
+    from sparsebit.quantization.auto_trace import has_other_sizes
 
+    if trace == "auto" and has_other_sizes(batches):
+        trace = "fx"
     example, batches = first_of(batches)
-    how: dict[str, Any] = {} if trace is None else {"trace": trace}
-    qmodel = QuantModel(model, config, example=example, **how)
+    qmodel = QuantModel(model, config, example=example, trace=trace)
     qmodel.calibrate(batches, asym=asym, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 
 
-def preflight(model: Any, example: Any, config: Any = None, *, trace: str | None = None) -> Preflight:
+def preflight(model: Any, example: Any, config: Any = None, *, trace: str = "auto") -> Preflight:
     """What would happen to `model`, before anything long is started: quantized with what, float and why, islands,
     MACs, the memory that calibration needs, what the backend runs in integers.
 
@@ -101,8 +103,7 @@ def preflight(model: Any, example: Any, config: Any = None, *, trace: str | None
     """
     from sparsebit.quantization import QuantModel
 
-    how: dict[str, Any] = {} if trace is None else {"trace": trace}
-    return QuantModel(model, config, example=example, **how).preflight(example)
+    return QuantModel(model, config, example=example, trace=trace).preflight(example)
 
 
 def prune(

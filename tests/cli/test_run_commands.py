@@ -48,7 +48,9 @@ def test_models_that_fx_cannot_trace(sparsebit, work):
         sparsebit(f"check hard.py:Hard --input-shape 2,4,8 --trace {trace} --json").out
     )
     fx, export = check("fx"), check("export")
-    assert "--trace export" in sparsebit("check hard.py:Hard --input-shape 2,4,8").err
+    assert "--trace export" in sparsebit("check hard.py:Hard --input-shape 2,4,8 --trace fx").err
+    assert check("auto")["totals"] == export["totals"]  # and it is the default
+    assert "traced by torch.export" in sparsebit("check hard.py:Hard --input-shape 2,4,8").out
     assert fx["islands"] and not export["islands"]
     assert fx["totals"]["quantized_macs"] < export["totals"]["quantized_macs"] == export["totals"]["macs"]
     np.save(work / "h.npy", np.random.rand(4, 4, 8))

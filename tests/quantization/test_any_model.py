@@ -211,19 +211,3 @@ def test_torch_compile(make):
         expected = qmodel(x)
         out = torch.compile(qmodel)(x)
     assert sqnr(expected, out) > 25  # a code may flip where the compiler adds in another order
-
-
-def test_auto_takes_torch_export_where_torch_fx_leaves_weights_in_an_island() -> None:
-    class Loops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) @ torch.stack(list(self.b(x))).transpose(-1, -2)
-
-    model, x = Loops().eval(), torch.randn(3, 4)
-    by_fx, auto = (QuantModel(model, "w8a8", example=x, trace=trace) for trace in ("fx", "auto"))
-    assert by_fx.islands and not auto.islands
-    assert torch.allclose(auto(x), model(x), atol=1e-6)
-    assert not QuantModel(nn.Linear(4, 4), "w8a8", example=x, trace="auto").islands

@@ -15,6 +15,7 @@ from sparsebit.cli.progress import start
 class FrontEnd(str, Enum):
     """How the graph of a model is found."""
 
+    auto = "auto"
     fx = "fx"
     export = "export"
 
@@ -73,7 +74,9 @@ Tune = Annotated[
 ]
 Trace = Annotated[
     FrontEnd,
-    typer.Option(help="export: torch.export, where torch.fx cannot trace the model (see: sparsebit check)"),
+    typer.Option(
+        help="auto: torch.fx, and torch.export where that makes more of the model integer; fx, export: only that one"
+    ),
 ]
 Metric = Annotated[
     str | None,

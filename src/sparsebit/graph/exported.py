@@ -94,6 +94,7 @@ class _Conversion:
         bracket_no_grad(self.graph)
         gm = fx.GraphModule(self.root, self.graph, name).eval()
         gm.graph.lint()
+        gm.meta["by_export"] = True
         for node in gm.graph.nodes:
             node.meta.setdefault("path", node.name if node.op == "call_function" else str(node.target))
         return gm

@@ -22,13 +22,16 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: _alone(value) for name, value in qmodel.state_dict().items()}
     changed = {name: [q.bit, q.absorbed, q.is_symmetric, q.use_quant] for name, q in _all_quantizers(qmodel)}
-    about = {"quantizers": changed, "training": qmodel.training}
+    about = {"quantizers": changed, "training": qmodel.training, "trace": qmodel.front_end}
     write_whole(folder / WEIGHTS, save(state, {"sparsebit": json.dumps(about)}))
     write_whole(folder / CONFIG, qmodel.cfg.without_new_keys().dump().encode())
 
 
-def load_checkpoint(build: Callable[[Path], Any], folder: Path) -> Any:
-    """`build(config)` makes the fresh QuantModel that the saved state goes into."""
+def load_checkpoint(build: Callable[[Path, str], Any], folder: Path) -> Any:
+    """`build(config, front_end)` makes the fresh QuantModel that the saved state goes into.
+
+    front_end   the one that traced the saved model; empty in files of earlier versions.
+    """
     from safetensors import safe_open
 
     for name in (WEIGHTS, CONFIG):
@@ -36,10 +39,10 @@ def load_checkpoint(build: Callable[[Path], Any], folder: Path) -> Any:
             raise SparsebitError(
                 f"{folder} holds no saved QuantModel: {name} is missing; write one with save()"
             )
-    qmodel = build(folder / CONFIG)
     with safe_open(str(folder / WEIGHTS), framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         about = json.loads((file.metadata() or {}).get("sparsebit", "{}"))
+    qmodel = build(folder / CONFIG, about.get("trace", ""))
     saved = about.get("quantizers", {})
     for name, quantizer in _all_quantizers(qmodel):
         if name in saved:

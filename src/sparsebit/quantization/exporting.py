@@ -32,7 +32,10 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
-FLOAT_FORMS = "float_forms"  # in the meta of a graph: what tools/float_forms.py chose
+NOTES = (
+    "float_forms",
+    "front_end",
+)  # in the meta of a graph: what tools/float_forms.py and auto_trace.py chose
 UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 
@@ -103,8 +106,7 @@ def export_onnx(
                 shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
             report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
-            if FLOAT_FORMS in qmodel.model.meta:
-                report.notes.append(qmodel.model.meta[FLOAT_FORMS])
+            report.notes += [qmodel.model.meta[key] for key in NOTES if key in qmodel.model.meta]
             if timing or tune:
                 report.timing = time_draft(made, file, call)
             if tuned is not None:

@@ -31,7 +31,7 @@ class Waiting(NamedTuple):
 def waiting_for_batch(source: Any, gm: fx.GraphModule, options: Mapping[str, Any]) -> Waiting | None:
     """What the first batch needs to decide; None: there is nothing to decide."""
     signature = gm.meta.get("signature")
-    if signature is None or options["example"] is not None or options["trace"] != "fx":
+    if signature is None or options["example"] is not None or options["trace"] == "export":
         return None
     if all(
         p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

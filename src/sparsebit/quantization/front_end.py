@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from typing import Any
 
 import torch
@@ -12,17 +11,18 @@ from torch import fx, nn
 from sparsebit.errors import ConfigError, TraceError
 from sparsebit.graph.feeding import as_call, to_device
 from sparsebit.graph.inputs import as_traced, make_unread_optional
-from sparsebit.graph.islands import warn_of
 from sparsebit.graph.trace import Call, trace, unwrapped
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 
 FRONT_ENDS = ("fx", "export", "auto")
-log = logging.getLogger("sparsebit")
 
 
 def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> fx.GraphModule:
-    """A GraphModule over a copy of `model`, with `meta`: islands, signature, fixed inputs."""
+    """A GraphModule over a copy of `model`, with `meta`: islands, signature, fixed inputs.
+
+    "auto" starts with torch.fx, too (auto_trace.py).
+    """
     if front_end not in FRONT_ENDS:
         raise ConfigError(f"trace: {front_end!r} is not one of {', '.join(FRONT_ENDS)}")
     model = unwrapped(model)
@@ -39,11 +39,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None if example is None else _on_device(as_call(example, inspect.signature(model.forward)), model)
     if front_end != "export":
-        gm = _by_fx(model, config, call)
-        if front_end == "auto" and call is not None and _leaves_weights(gm):
-            gm = _by_export_if_it_works(model, call, gm)
-        warn_of(gm.meta["islands"])
-        return gm
+        return _by_fx(model, config, call)
     if call is None:
         raise TraceError(
             'trace="export" needs an example: QuantModel(model, config, example=batch, trace="export")'
@@ -57,24 +53,6 @@ def _by_export(model: nn.Module, call: Call) -> fx.GraphModule:
     gm = _finished(trace_export(model, call[0], dict(call[1])))
     gm.meta["signature"] = inspect.signature(model.forward)
     return gm
-
-
-def _by_export_if_it_works(model: nn.Module, call: Call, by_fx: fx.GraphModule) -> fx.GraphModule:
-    """torch.export, which proves its graph on the example; where it fails, the graph of torch.fx with its islands."""
-    try:
-        gm = _by_export(model, call)
-    except TraceError as error:
-        log.info("torch.export does not take the model either: %s", error)
-        return by_fx
-    shown = ", ".join(path or "the whole model" for path in list(by_fx.meta["islands"])[:2])
-    log.info("traced by torch.export, because torch.fx cannot trace %s", shown)
-    return gm
-
-
-def _leaves_weights(gm: fx.GraphModule) -> bool:
-    """Is there a matrix inside an island?"""
-    parts = [gm.get_submodule(path) if path else gm for path in gm.meta["islands"]]
-    return any(p.dim() > 1 for part in parts for p in part.parameters())
 
 
 def _by_fx(model: nn.Module, config: QuantConfig, call: Call | None) -> fx.GraphModule:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from sparsebit.errors import CalibrationError
+from sparsebit.errors import CalibrationError, TraceError
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.feeding import Call, as_call, signature_of
 from sparsebit.graph.inputs import with_unread
-from sparsebit.graph.islands import Island
+from sparsebit.graph.islands import Island, warn_of
 from sparsebit.graph.passes import GraphPass, PassReport, run_passes
 from sparsebit.graph.pickling import Picklable
 from sparsebit.graph.signature import show_signature
 from sparsebit.quantization import qat
+from sparsebit.quantization.auto_trace import choose_front_end
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
 from sparsebit.quantization.first_batch import fits, take_over, waiting_for_batch, was_changed
@@ -60,7 +61,7 @@ class QuantModel(nn.Module):
              traced graph. Without one, the first forward shows it; until then optional inputs keep their defaults.
     trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
              (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace), or "auto": the
-             first, and the second where the first leaves weights in parts that it cannot trace.
+             first, and with an example the second, where that makes more of the model integer. The report says why.
     passes   your own graph passes, run after the built-in ones.
     check    example arguments; if given, every pass must keep the float output, and the guilty one is named.
     """
@@ -71,7 +72,7 @@ class QuantModel(nn.Module):
         config: Any = None,
         *,
         example: Any = None,
-        trace: str = "fx",
+        trace: str = "auto",
         passes: Sequence[GraphPass | Callable[..., int]] = (),
         check: tuple[Any, ...] | None = None,
     ):
@@ -85,6 +86,9 @@ class QuantModel(nn.Module):
         self._convert2quantmodule()
         self._build_quantizer()
         self._run_fuse_operations()
+        if trace == "auto" and example is not None:
+            self._choose_front_end(model)
+        warn_of(self.islands)
         self._watch_graph()
         self._waiting = waiting_for_batch(model, self.model, self._options)
         show_signature(self, self.model.meta.get("signature"))
@@ -120,6 +124,24 @@ class QuantModel(nn.Module):
         own = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in self._options["passes"]]
         self._run_passes([*FUSE_PASSES, *own, *FINAL_PASSES])
 
+    def _choose_front_end(self, model: Any) -> None:
+        """Take the graph of torch.export, if more of it becomes integer."""
+        chosen = choose_front_end(self, self._options["example"], lambda: self._built_again(model, "export"))
+        if chosen is not self:
+            self._take(chosen)
+
+    def _built_again(self, model: Any, trace: str, **changed: Any) -> QuantModel:
+        """Another QuantModel of `model`, with what a subclass has set up for its own steps."""
+        fresh = object.__new__(type(self))
+        fresh.__dict__.update(self.__dict__)
+        QuantModel.__init__(fresh, model, self.cfg, **{**self._options, **changed, "trace": trace})
+        return fresh
+
+    def _take(self, other: QuantModel) -> None:
+        """The graph of `other`, and what is known of it."""
+        self.model, self.pass_reports = other.model, other.pass_reports
+        self._context, self.float_ops = other._context, other.float_ops
+
     def _run_passes(self, passes: Sequence[GraphPass]) -> None:
         self.pass_reports += run_passes(self.model, passes, self._context, self._options["check"])
 
@@ -146,15 +168,12 @@ class QuantModel(nn.Module):
         waiting, self._waiting = self._waiting, None
         if waiting is None or was_changed(self.model, waiting) or fits(self.model, args, kwargs):
             return
-        fresh = object.__new__(type(self))
-        fresh.__dict__.update(self.__dict__)  # what a subclass has set up for its own steps
-        QuantModel.__init__(
-            fresh, waiting.source, self.cfg, **{**waiting.options, "example": Call(args, kwargs)}
-        )
+        # by torch.fx, as the first graph: layers keep their names
+        fresh = self._built_again(waiting.source, "fx", example=Call(args, kwargs))
         fresh.model.to(self.device)
         take_over(self.model, fresh.model, waiting)
         fresh.model.train(self.training)
-        self.model, self.pass_reports, self.float_ops = fresh.model, fresh.pass_reports, fresh.float_ops
+        self._take(fresh)
         self._watch_graph()
         show_signature(self, self.model.meta.get("signature"))
         if self.calibration_runner is not None:
@@ -283,6 +302,11 @@ class QuantModel(nn.Module):
                 yield module.name, module
 
     @property
+    def front_end(self) -> str:
+        """What traced the model: "fx" or "export"."""
+        return "export" if "by_export" in self.model.meta else "fx"
+
+    @property
     def islands(self) -> dict[str, Island]:
         """Parts that could not be traced, by path: each says why. Their layers are quantized in place."""
         found: dict[str, Island] = self.model.meta["islands"]
@@ -301,7 +325,16 @@ class QuantModel(nn.Module):
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module, **options: Any) -> QuantModel:
         """A saved QuantModel again; `model` is the float model it was made from, `options` go to QuantModel."""
-        qmodel: QuantModel = load_checkpoint(lambda config: cls(model, config, **options), Path(folder))
+
+        def build(config: Path, front_end: str) -> QuantModel:
+            if front_end == "export" and options.get("example") is None and isinstance(model, nn.Module):
+                raise TraceError(
+                    f"{folder}: the model was traced by torch.export: load(folder, model, example=batch)"
+                )
+            how = {"trace": front_end} if front_end else {}
+            return cls(model, config, **{**how, **options})
+
+        qmodel: QuantModel = load_checkpoint(build, Path(folder))
         return qmodel
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def check(
     config: options.Config = None,
     preset: options.Preset = None,
     changes: options.Changes = None,
-    trace: options.Trace = options.FrontEnd.fx,
+    trace: options.Trace = options.FrontEnd.auto,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="also every op and every layer")] = False,
     json: options.Json = False,
 ) -> int:

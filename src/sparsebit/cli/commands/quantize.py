@@ -25,7 +25,7 @@ def quantize(
     config: options.Config = None,
     preset: options.Preset = None,
     changes: options.Changes = None,
-    trace: options.Trace = options.FrontEnd.fx,
+    trace: options.Trace = options.FrontEnd.auto,
     export: options.Export = True,
     fixed_batch: options.FixedBatch = False,
     tune: options.Tune = False,

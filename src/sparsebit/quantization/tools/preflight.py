@@ -195,6 +195,8 @@ def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> d
 
 
 def _notes(gm: fx.GraphModule, backend: str, rows: list[Row]) -> Iterator[str]:
+    if "front_end" in gm.meta:  # auto_trace.py: which one was taken, and why
+        yield gm.meta["front_end"]
     advice = BACKENDS[backend].ADVICE
     inputs = [q for layer in layers(gm) if (q := layer.module.input_quantizer) is not None and is_active(q)]
     if advice and any(q.is_symmetric for q in inputs):
