@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 import sparsebit
 from sparsebit.graph.trace import LeafTracer, trace
-from sparsebit.sparse.prune import call_of
 from sparsebit.sparse.sparse_model import SparseModel
+from sparsebit.sparse.trace.front_end import call_of
 
 
 def run(model: nn.Module, data) -> list[Tensor]:

@@ -16,11 +16,11 @@ import sparsebit
 from models import randomise
 from sparsebit.errors import SparsebitError
 from sparsebit.sparse import SparseModel
-from sparsebit.sparse.allocate import uniform
-from sparsebit.sparse.channel_rules import CHANNEL_RULES, pointwise
-from sparsebit.sparse.opened import OPEN, OpenAttention
-from sparsebit.sparse.prune import walk_of
-from sparsebit.sparse.surgery import Cut, check_equal
+from sparsebit.sparse.choose.allocate import uniform
+from sparsebit.sparse.cut.surgery import Cut, check_equal
+from sparsebit.sparse.labels.rules import CHANNEL_RULES, pointwise
+from sparsebit.sparse.labels.walk import walk_of
+from sparsebit.sparse.trace.attention import OPEN, OpenAttention
 
 
 def halved(net, x, ratio=0.5, seed=0, heads="whole"):

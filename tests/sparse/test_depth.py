@@ -12,10 +12,10 @@ from torch import nn
 import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.costs import macs, parameters
-from sparsebit.sparse.depth import find_branches, shorten
+from sparsebit.sparse.choose.costs import macs, parameters
+from sparsebit.sparse.depth.shorten_branches import find_branches, shorten
+from sparsebit.sparse.labels.walk import walk_of
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import walk_of
 
 
 class Block(nn.Module):

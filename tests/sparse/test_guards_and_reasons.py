@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import sparsebit
 from sparsebit.errors import TraceError
 from sparsebit.sparse import SparseModel
-from sparsebit.sparse.depth import shorten
+from sparsebit.sparse.depth.shorten_branches import shorten
 
 
 @pytest.fixture(autouse=True)

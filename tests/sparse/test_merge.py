@@ -15,11 +15,13 @@ from torch import nn
 import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
-from sparsebit.sparse import merge, merging
-from sparsebit.sparse.costs import macs
-from sparsebit.sparse.least_squares import DAMPING
-from sparsebit.sparse.merging import _side_by_side, find_pairs
-from sparsebit.sparse.prune import call_of, traced, walk_of
+from sparsebit.sparse import merge
+from sparsebit.sparse.choose.costs import macs
+from sparsebit.sparse.depth import merge_blocks
+from sparsebit.sparse.depth.merge_blocks import _side_by_side, find_pairs
+from sparsebit.sparse.labels.walk import walk_of
+from sparsebit.sparse.mend.least_squares import DAMPING
+from sparsebit.sparse.trace.front_end import call_of, traced
 
 
 class Net(nn.Module):
@@ -221,9 +223,11 @@ def test_auto_pairs_the_blocks_of_two_branches_that_are_called_in_turn():
 def test_few_samples_choose_and_all_of_them_fit(net, monkeypatch):
     model, x = net
     seen = []
-    values = merging.values_at
-    monkeypatch.setattr(merging, "CHOICE", 6)
-    monkeypatch.setattr(merging, "values_at", lambda gm, at, call: seen.append(call) or values(gm, at, call))
+    values = merge_blocks.values_at
+    monkeypatch.setattr(merge_blocks, "CHOICE", 6)
+    monkeypatch.setattr(
+        merge_blocks, "values_at", lambda gm, at, call: seen.append(call) or values(gm, at, call)
+    )
     batches = [torch.randn(4, 3, 8, 8) for _ in range(5)]
     small = merge(model, x, 1, batches)
     assert len(names(model, x)) > 1 and len(seen) == 2 * (1 + 2) + 5 * (1 + 1)  # the whole and each trial

@@ -22,9 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparsebit
 from sparsebit.errors import TraceError
 from sparsebit.sparse import SparseModel
-from sparsebit.sparse.compacting import compact
-from sparsebit.sparse.prune import walk_of
-from sparsebit.sparse.surgery import Cut
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.walk import walk_of
+from sparsebit.sparse.plan import compact_with_plan
 
 LENGTHS = torch.tensor([3, 5, 2])
 
@@ -262,7 +262,7 @@ def test_the_graph_alone_is_saved_and_runs_on_other_lengths():
     walk = walk_of(model, EXAMPLE)
     part = walk.slices["rnn.weight_hh_l0", 1]
     cut = Cut(walk, walk.labels.roots(part.labels)[:5].unique())
-    small, file = compact(model, cut, as_written=False), io.BytesIO()
+    small, file = compact_with_plan(model, cut, as_written=False), io.BytesIO()
     assert small.get_submodule("rnn").hidden_size == 7
     torch.save(small, file)
     file.seek(0)

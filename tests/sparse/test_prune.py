@@ -12,11 +12,13 @@ from torch.utils import _pytree as pytree
 import sparsebit
 from models import randomise
 from sparsebit.errors import ConfigError
-from sparsebit.sparse.allocate import uniform
-from sparsebit.sparse.costs import macs
+from sparsebit.sparse.choose.allocate import uniform
+from sparsebit.sparse.choose.costs import macs
+from sparsebit.sparse.cut.surgery import Cut, check_equal
+from sparsebit.sparse.labels.walk import walk_of
 from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import call_of, prune, walk_of
-from sparsebit.sparse.surgery import Cut, check_equal
+from sparsebit.sparse.prune import prune
+from sparsebit.sparse.trace.front_end import call_of
 
 ONE_SIZE = {"fused qkv"}  # of another length its table would be viewed as one for a single head
 SMALLER = dict.fromkeys(channel_nets.ARCHITECTURES, 0.62) | {  # share of the parameters left at ratio 0.5

@@ -8,7 +8,8 @@ from torch import nn
 
 import sparsebit
 from sparsebit.graph import feeding
-from sparsebit.sparse import allocate, batches
+from sparsebit.sparse.choose import allocate
+from sparsebit.sparse.trace import batches
 
 
 def small() -> nn.Module:

@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 import sparsebit
 from models import randomise
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.sparse import SparseModel, fitting, least_squares
-from sparsebit.sparse.merging import merge
-from sparsebit.sparse.prune import call_of
-from sparsebit.sparse.refit import reestimate
+from sparsebit.sparse import SparseModel
+from sparsebit.sparse.depth.merge_blocks import merge
+from sparsebit.sparse.mend import layerwise, least_squares
+from sparsebit.sparse.mend.batch_norm import reestimate
+from sparsebit.sparse.trace.front_end import call_of
 
 
 class Block(nn.Module):
@@ -75,7 +76,7 @@ def smooth(*shape):
     ],
 )
 def test_the_gradient_is_gone(layer, shape, monkeypatch):
-    monkeypatch.setattr(fitting, "ROWS", 10**6)  # all positions
+    monkeypatch.setattr(layerwise, "ROWS", 10**6)  # all positions
     monkeypatch.setattr(least_squares, "DAMPING", (1e-4,))
     torch.manual_seed(0)
     second = layer()
@@ -149,9 +150,9 @@ def test_without_room_batches_start_again_and_nothing_else_changes(monkeypatch, 
     model, x = randomise(Residual(3)).eval(), smooth(64, 3, 8, 8)
     batches = list(x.split(16))
     whole = masked(model, x[:1]).refit(batches).compact()
-    monkeypatch.setattr(fitting, "ROOM", room)
+    monkeypatch.setattr(layerwise, "ROOM", room)
     runs = []
-    monkeypatch.setattr(fitting._Paused, "start", _counted(fitting._Paused.start, runs))
+    monkeypatch.setattr(layerwise._Paused, "start", _counted(layerwise._Paused.start, runs))
     again = masked(model, x[:1]).refit(batches).compact()
     assert len(runs) > 2 * len(batches)
     for (name, a), b in zip(whole.state_dict().items(), again.state_dict().values()):
@@ -250,7 +251,7 @@ def test_what_does_not_hold_for_other_samples_is_not_fitted():
 
 
 def test_filters_that_are_too_large_get_their_mean_right(monkeypatch):
-    monkeypatch.setattr(fitting, "LARGEST", 15)
+    monkeypatch.setattr(layerwise, "LARGEST", 15)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 4)), smooth(400, 6)
     smodel = masked(model, x[:2])
@@ -315,9 +316,9 @@ def test_single_weights_take_batches_too():
 def test_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
     torch.manual_seed(0)
     model, x = randomise(Residual(3)).eval(), smooth(16, 3, 8, 8)
-    monkeypatch.setattr(fitting, "ROOM", 100_000)
+    monkeypatch.setattr(layerwise, "ROOM", 100_000)
     alive, most = {}, []
-    until, forget = fitting._Paused.until, fitting._Paused.forget
+    until, forget = layerwise._Paused.until, layerwise._Paused.forget
 
     def run(self, *args, **options):
         until(self, *args, **options)
@@ -328,8 +329,8 @@ def test_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
         forget(self)
         alive.pop(id(self), None)
 
-    monkeypatch.setattr(fitting._Paused, "until", run)
-    monkeypatch.setattr(fitting._Paused, "forget", drop)
+    monkeypatch.setattr(layerwise._Paused, "until", run)
+    monkeypatch.setattr(layerwise._Paused, "forget", drop)
     peaks = []
     for count in (4, 32):
         most.clear()

@@ -15,9 +15,10 @@ from torch import nn
 import sparsebit
 from models import randomise
 from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
-from sparsebit.sparse import Plan, Schedule, SparseModel, costs, keep_zeros, parse_sconfig
+from sparsebit.sparse import Plan, Schedule, SparseModel, keep_zeros, parse_sconfig
+from sparsebit.sparse.choose import costs
+from sparsebit.sparse.labels.walk import walk_of
 from sparsebit.sparse.modules import SBatchNorm2d, SConv2d, SLinear, SparseOpr, register_smodule
-from sparsebit.sparse.prune import walk_of
 from sparsebit.sparse.sparsers import SPARSERS_MAP, Sparser, build_sparser, register_sparser
 from sparsebit.sparse.zeros import semi_structured
 

@@ -14,10 +14,10 @@ import zoo_torchvision
 import zoo_transformers
 from zoo_run import Case, difference, forward, joined, params, waken
 
-from sparsebit.sparse.allocate import uniform
-from sparsebit.sparse.compacting import compact
-from sparsebit.sparse.prune import walk_of
-from sparsebit.sparse.surgery import Cut
+from sparsebit.sparse.choose.allocate import uniform
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.walk import walk_of
+from sparsebit.sparse.plan import compact_with_plan
 
 CASES = [*zoo_torchvision.CASES, *zoo_timm.CASES, *zoo_transformers.CASES]
 ALL = {f"{case.package}-{case.name}": case for case in CASES}
@@ -60,7 +60,9 @@ def test_half_of_the_channels_go(case: Case) -> None:
         batches = [{**batch, "use_cache": False} for batch in batches]
     walk = walk_of(model, batches[0])
     cut = Cut(walk, uniform(walk, torch.rand(len(walk.labels)), 0.5))
-    small = compact(model, cut).eval()  # compared with the masked model on the first batch, node by node
+    small = compact_with_plan(
+        model, cut
+    ).eval()  # compared with the masked model on the first batch, node by node
     error = difference(forward(cut.masked(), batches[1]), forward(small, batches[1]))
     assert error <= 1e-4, f"differs from the masked model by {error:.2g}"
     left = parameters(small) / parameters(model)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from sparsebit.sparse.sparse_config import parse_sconfig
 
 if TYPE_CHECKING:
-    from sparsebit.sparse.depth import find_branches, shorten
-    from sparsebit.sparse.merging import merge
+    from sparsebit.sparse.depth.merge_blocks import merge
+    from sparsebit.sparse.depth.shorten_branches import find_branches, shorten
     from sparsebit.sparse.plan import Plan
     from sparsebit.sparse.schedule import Schedule
     from sparsebit.sparse.sparse_model import SparseModel
@@ -30,10 +30,10 @@ HOMES = {
     "Plan": "plan",
     "Schedule": "schedule",
     "SparseModel": "sparse_model",
-    "find_branches": "depth",
+    "find_branches": "depth.shorten_branches",
     "keep_zeros": "zeros",
-    "merge": "merging",
-    "shorten": "depth",
+    "merge": "depth.merge_blocks",
+    "shorten": "depth.shorten_branches",
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from sparsebit.sparse.names import Finder, inside_of_whole
+from sparsebit.sparse.trace.names import Finder, inside_of_whole
 
 PREFIX = "model."
 MASKED_THEN = (nn.Conv2d, nn.Linear)

@@ -18,9 +18,12 @@ from torch.nn.utils.rnn import PackedSequence
 from sparsebit.errors import SparsebitError
 from sparsebit.graph.feeding import to_device
 from sparsebit.graph.trace import unwrapped
-from sparsebit.sparse.channels import Walk
+from sparsebit.sparse.cut.compact import compact
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.depth.shallower import shallower
+from sparsebit.sparse.labels.walk import Walk, walk_of
 from sparsebit.sparse.sparse_config import Heads
-from sparsebit.sparse.surgery import Cut
+from sparsebit.sparse.trace.front_end import check_model
 from sparsebit.utils.files import write_whole
 
 VERSION = 1
@@ -76,15 +79,12 @@ class Plan:
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
-        from sparsebit.sparse.compacting import compact
-        from sparsebit.sparse.prune import check_model, shallower, walk_of
-
         model = unwrapped(model)
         check_model(model)
         example = self._example(model) if example is None else example
         model, _ = shallower(model, example, self.merged, self.shortened)
         walk = walk_of(model, example, self.heads)
-        small = compact(model, Cut(walk, self.dropped(walk)), self.as_written)
+        small = compact(model, Cut(walk, self.dropped(walk)), self.as_written).model
         small.pruning_plan = self  # type: ignore[assignment]
         return small
 
@@ -143,6 +143,16 @@ class Plan:
         lines += [f"{name}: side by side with the block behind it" for name in self.merged]
         lines += [f"{name}: a linear layer stands in for it" for name in self.shortened]
         return "\n".join([*lines, *(f"kept: {why}" for why in self.reasons)])
+
+
+def compact_with_plan(model: nn.Module, cut: Cut, as_written: bool | None = None) -> nn.Module:
+    """The smaller model; its attribute `pruning_plan` is the plan of the cut."""
+    made = compact(model, cut, as_written)
+    plan = Plan.of(cut)
+    plan.as_written = made.as_written
+    plan.reasons += made.reasons
+    made.model.pruning_plan = plan  # type: ignore[assignment]
+    return made.model
 
 
 def _describe(value: Any) -> Any:

@@ -6,7 +6,8 @@
     small = smodel.compact()             # an ordinary, smaller module
 
 The graph of the model exists twice: `model`, which runs, with masked layers; and a plain one, which labels are found on
-and which is cut. Masks are the only record of what goes. The parameters are those of the user's model (sharing.py).
+and which is cut. Masks are the only record of what goes. The parameters are those of the user's model
+(trace/sharing.py).
 """
 
 from __future__ import annotations
@@ -23,18 +24,25 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.feeding import to_device
 from sparsebit.graph.trace import own_copy, unwrapped
 from sparsebit.graph.training import evaluating, set_training, training_flags
-from sparsebit.sparse import feeding, fitting, masking, sharing
-from sparsebit.sparse.additions import layers_before_additions
-from sparsebit.sparse.batches import Batches
-from sparsebit.sparse.channels import Walk
 from sparsebit.sparse.checkpoints import as_written_here
-from sparsebit.sparse.choosing import choose_channels
-from sparsebit.sparse.compacting import compact
-from sparsebit.sparse.decided import ask_layers
-from sparsebit.sparse.masked_graph import MaskedGraph, at_paths
-from sparsebit.sparse.names import inside_of_whole
-from sparsebit.sparse.plan import Plan
-from sparsebit.sparse.prune import (
+from sparsebit.sparse.choose.additions import layers_before_additions
+from sparsebit.sparse.choose.calibrate import show
+from sparsebit.sparse.choose.channels import choose_channels
+from sparsebit.sparse.choose.plugin_masks import ask_layers
+from sparsebit.sparse.choose.single_weights import mask_single_weights
+from sparsebit.sparse.cut import masks
+from sparsebit.sparse.cut.masked_graph import MaskedGraph, at_paths
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.walk import Walk
+from sparsebit.sparse.mend.batch_norm import reestimate
+from sparsebit.sparse.mend.layerwise import fit
+from sparsebit.sparse.mend.one_shot import refit
+from sparsebit.sparse.plan import Plan, compact_with_plan
+from sparsebit.sparse.sparse_config import SparseConfig
+from sparsebit.sparse.sparsers import Sparser
+from sparsebit.sparse.trace import sharing
+from sparsebit.sparse.trace.batches import Batches
+from sparsebit.sparse.trace.front_end import (
     call_of,
     first_graph,
     first_is_optional,
@@ -44,11 +52,7 @@ from sparsebit.sparse.prune import (
     simplified,
     traced,
 )
-from sparsebit.sparse.refit import reestimate, refit
-from sparsebit.sparse.single_weights import mask_single_weights
-from sparsebit.sparse.sparse_config import SparseConfig
-from sparsebit.sparse.sparsers import Sparser
-from sparsebit.sparse.surgery import Cut
+from sparsebit.sparse.trace.names import inside_of_whole
 from sparsebit.utils.device import usable_device
 
 log = logging.getLogger("sparsebit")
@@ -88,7 +92,7 @@ class SparseModel(nn.Module):
         self._build_sparser()
         if share:
             self._hidden["links"] = sharing.links_between(self.model, model)
-        masking.warn_of_unmatched(self.model, self.cfg)
+        masks.warn_of_unmatched(self.model, self.cfg)
         self.training = model.training
         self.to(self.device)
 
@@ -111,11 +115,11 @@ class SparseModel(nn.Module):
 
     def _convert2sparsemodule(self) -> None:
         """Layers become masked ones, over the same parameters."""
-        masking.put_masks(self.model)
+        masks.put_masks(self.model)
 
     def _build_sparser(self) -> None:
         """Every masked layer gets its sparser."""
-        masking.build_sparsers(self.model, self.cfg)
+        masks.build_sparsers(self.model, self.cfg)
 
     def _finish_plain(self, origins: sharing.Origins | None) -> None:
         """Keep the graph, and go on with a copy of it. With `origins`, both have the tensors of the user's model."""
@@ -155,7 +159,7 @@ class SparseModel(nn.Module):
     # -- the layers ----------------------------------------------------------------------------------
     def oprs(self) -> dict[str, Any]:
         """The masked layers, by module path."""
-        return masking.oprs_of(self.model)
+        return masks.oprs_of(self.model)
 
     def set_ratio(self, ratio: float) -> None:
         """The same share for every layer; single ones: `smodel.model.conv1.sparser.set_ratio(0.3)`."""
@@ -180,8 +184,8 @@ class SparseModel(nn.Module):
         """Kept for old scripts: calibrate() does all there is to do."""
 
     def calibrate(self, batches: Any, loss: Any = None, progress: bool | None = None) -> SparseModel:
-        """Show batches to the sparsers that want some; see feeding.py for what `loss(output, target)` gets."""
-        feeding.show(self, self.oprs(), batches, loss, progress)
+        """Show batches to the sparsers that want some; see choose/calibrate.py for what `loss(output, target)` gets."""
+        show(self, self.oprs(), batches, loss, progress)
         self._shown = True
         return self
 
@@ -196,7 +200,7 @@ class SparseModel(nn.Module):
     def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
         """Layers that read less than before come as close to `whole`, the model as it was given, as they can.
 
-        Needs no labels; after calc_params(). What it does: fitting.py.
+        Needs no labels; after calc_params(). What it does: mend/layerwise.py.
         """
         if self.cfg.sparser.type == "unstructured":
             raise ConfigError("refit: is for channels that go; TYPE is unstructured")
@@ -208,7 +212,7 @@ class SparseModel(nn.Module):
         whole = traced(source, to_device(self.example, device)).to(self.device).eval()
         calls = Batches(self.model, batches, False, "refit")
         with evaluating(self), calls.named():
-            fitting.fit(self.model, whole, calls, progress)
+            fit(self.model, whole, calls, progress)
         return self
 
     def penalty(self) -> Tensor:
@@ -280,12 +284,12 @@ class SparseModel(nn.Module):
         if section.refit and any(opr.moments is not None for opr in oprs.values()):
             self._part("REFIT")
             refit(cut, oprs)
-        masking.set_masks(self.model, cut)
+        masks.set_masks(self.model, cut)
         ask_layers(self.calls(), oprs, share, norms=True)
 
     def reset_masks(self) -> None:
         """Nothing goes."""
-        masking.reset_masks(self.model)
+        masks.reset_masks(self.model)
 
     # -- results -------------------------------------------------------------------------------------
     def walk(self) -> Walk:
@@ -297,7 +301,7 @@ class SparseModel(nn.Module):
         hidden = self._hidden
         if hidden["walk"] is None and "unshown" in hidden:
             hidden["plain"] = guarded(first_graph(hidden["source"], self.example))
-        masking.bake(self.model, hidden["plain"])
+        masks.bake(self.model, hidden["plain"])
         if hidden["walk"] is None:
             with torch.no_grad():
                 plain, heads = hidden["plain"].eval(), self.cfg.sparser.heads
@@ -307,7 +311,7 @@ class SparseModel(nn.Module):
 
     def cut(self) -> Cut:
         """What the masks say."""
-        return masking.cut_by_masks(self.model, self.walk())
+        return masks.cut_by_masks(self.model, self.walk())
 
     @property
     def plan(self) -> Plan:
@@ -316,7 +320,7 @@ class SparseModel(nn.Module):
 
     def compact(self) -> nn.Module:
         """An ordinary module without what the masks say: smaller if structured, else with zeros."""
-        own = masking.baked(self.model, self._hidden["source"], self._hidden["plain"], self.cfg.sparser.type)
+        own = masks.baked(self.model, self._hidden["source"], self._hidden["plain"], self.cfg.sparser.type)
         set_training(own, {inside_of_whole(path): flag for path, flag in training_flags(self.model).items()})
         if all(
             bool(opr.mask_of(name).all()) for opr in self.oprs().values() for name in opr.layer_parameters()
@@ -324,7 +328,7 @@ class SparseModel(nn.Module):
             log.warning("compact: no mask removes anything; set RATIO and call calc_params() first")
         if self.cfg.sparser.type == "unstructured":
             return own
-        return compact(own, self.cut())
+        return compact_with_plan(own, self.cut())
 
     def sparsity(self) -> dict[str, float]:
         """The share of weights that is masked, by layer."""

@@ -55,8 +55,7 @@ def _pruning(net: Any, batch: Any) -> dict[str, Any]:
     from torch import nn
 
     from sparsebit.errors import SparsebitError
-    from sparsebit.sparse.channels import Walk
-    from sparsebit.sparse.prune import walk_of
+    from sparsebit.sparse.labels.walk import Walk, walk_of
 
     if not isinstance(net, nn.Module):
         return {"layers": {}, "fixed": ["an exported program: pruning needs the model's own code"]}

@@ -147,8 +147,8 @@ def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
     """Parameters and multiplications, before and after."""
-    from sparsebit.sparse.costs import EXACT
-    from sparsebit.sparse.prune import walk_of
+    from sparsebit.sparse.choose.costs import EXACT
+    from sparsebit.sparse.labels.walk import walk_of
 
     walk = walk_of(net, example_of(net, batch))
     found = {name: EXACT[name](walk) for name in ("params", "macs")}

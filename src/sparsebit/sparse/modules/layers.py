@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from sparsebit.sparse.modules import register_smodule
 from sparsebit.sparse.modules.base import SparseOpr
+from sparsebit.sparse.modules.registry import register_smodule
 
 
 @register_smodule(sources=[nn.Conv2d])

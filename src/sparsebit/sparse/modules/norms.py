@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.sparse.modules import register_smodule
 from sparsebit.sparse.modules.base import SparseOpr
+from sparsebit.sparse.modules.registry import register_smodule
 
 
 @register_smodule(sources=[nn.BatchNorm2d])

@@ -1,0 +1,1 @@
+"""Which channels or weights are removed: scores of sparsers, ratios and budgets."""

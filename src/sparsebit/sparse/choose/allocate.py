@@ -1,0 +1,183 @@
+"""How much goes where: a share of every layer, of all together, or what a budget asks for."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sparsebit.errors import ConfigError
+from sparsebit.graph.feeding import tracked
+from sparsebit.numeric.masks import count_of
+from sparsebit.sparse.choose.costs import ESTIMATES, EXACT
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.walk import Walk
+
+log = logging.getLogger("sparsebit")
+AUTO, MULTIPLE = (
+    0,
+    8,
+)  # round_to 0: multiples of 8, which kernels want, in layers that have room for two of them
+STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
+MOST = 0.99
+_KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
+OFF, FEW_LEFT = 0.1, 0.9  # of a measured budget: how much it may be missed by, and the ratio that is too much
+ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tried to fill it
+
+
+def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
+    """The classes of least score go: the same share of every dimension, or a share per class; one stays everywhere.
+
+    With `round_to` every dimension that loses something keeps the nearest multiple of so many channels: all, where it
+    has fewer, and none, where that is nearest and the layers have others. 0 (AUTO): a multiple of 8 where it has at
+    least 16.
+    """
+    found = [torch.zeros(0, dtype=torch.long)]
+    shares = _shares(walk, ratio, round_to)
+    for classes, may_vanish, step in zip(walk.dimensions(), walk.may_vanish(), _steps(walk, round_to)):
+        if share := float(shares[classes[0]]):
+            keep = len(classes) - count_of(len(classes), share)
+            found.append(_worst(classes, scores, keep, step, may_vanish))
+    return torch.cat(found)
+
+
+def together(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
+    """The classes of least score go, of all dimensions in one ranking; with shares per class, one for each share."""
+    found = [torch.zeros(0, dtype=torch.long)]
+    shares = _shares(walk, ratio, round_to)
+    steps = _steps(walk, round_to)
+    for share in shares[shares > 0].unique():
+        parts = [classes[shares[classes] == share] for classes in walk.dimensions()]
+        every = torch.cat(parts) if parts else found[0]
+        worst = every[scores[every].argsort(stable=True)[: count_of(len(every), float(share))]]
+        for part, classes, may_vanish, step in zip(parts, walk.dimensions(), walk.may_vanish(), steps):
+            if len(part):
+                keep = int((~torch.isin(part, worst)).sum())
+                may_vanish = may_vanish and len(part) == len(classes)
+                found.append(_worst(part, scores, keep, step, may_vanish))
+    return torch.cat(found)
+
+
+def _worst(classes: Tensor, scores: Tensor, keep: int, step: int, may_vanish: bool) -> Tensor:
+    multiple = (2 * keep + step) // (2 * step) * step
+    least = 0 if may_vanish and step > 1 else step
+    return classes[scores[classes].argsort(stable=True)[: max(len(classes) - max(multiple, least), 0)]]
+
+
+def _steps(walk: Walk, round_to: int) -> list[int]:
+    """Of each dimension: so many classes make a multiple of `round_to` channels in every layer that has them."""
+    known = _KNOWN.setdefault(walk, {})  # a budget asks dozens of times
+    if round_to not in known:
+        known[round_to] = _find_steps(walk, round_to)
+    return known[round_to]
+
+
+def _find_steps(walk: Walk, round_to: int) -> list[int]:
+    channels = torch.zeros(
+        len(walk.labels), dtype=torch.long
+    )  # in a class; where layers differ, the common divisor
+    for _, attribute, labels in walk.sizes if round_to != 1 else ():
+        if "groups" not in attribute:
+            roots, counts = walk.labels.roots(labels).unique(return_counts=True)
+            channels[roots] = torch.gcd(channels[roots], counts)
+    channels.clamp_(min=1)
+    found = []
+    for classes in walk.dimensions():
+        multiple = round_to
+        if round_to == AUTO:
+            multiple = MULTIPLE if int(channels[classes].sum()) >= 2 * MULTIPLE else 1
+        found.append(multiple // math.gcd(multiple, *channels[classes].tolist()))
+    return found
+
+
+def _shares(walk: Walk, ratio: float | Tensor, round_to: int) -> Tensor:
+    if not isinstance(ratio, Tensor) and not 0 <= ratio < 1:
+        raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
+    if round_to < 0:
+        raise ConfigError(f"round_to: must be at least 0, got {round_to}")
+    return torch.as_tensor(ratio, dtype=torch.float64).expand(len(walk.labels))
+
+
+def within(
+    walk: Walk,
+    choose: Callable[[float], Tensor],
+    of: str,
+    budget: float,
+    round_to: int = 1,
+    progress: bool | None = False,
+) -> Tensor:
+    """The smallest ratio whose model has at most `budget` of the whole one's macs, params or latency."""
+    if not 0 < budget <= 1:
+        raise ConfigError(f"{of}: must be above 0 and at most 1, got {budget}")
+    exact = EXACT[of](walk)
+    whole = exact(walk.gm)
+    if not whole:
+        raise ConfigError(
+            f"{of}: the model has none on this example, so no share of them can stay; say ratio"
+        )
+    limit = budget * whole
+    fits = lambda cut: exact(cut.compact()) <= limit
+    low = 0.0
+    if of in ESTIMATES:
+        estimate = ESTIMATES[of](walk)
+        room = lambda cut: 1 - estimate(cut) / limit
+        low, high = _bisect(lambda ratio: room(Cut(walk, choose(ratio))) >= 0, low, progress)
+        for cut in (_filled(walk, choose, high, room), Cut(walk, choose(high))):
+            if fits(cut):
+                return cut.dropped
+        low = high
+    if not fits(Cut(walk, choose(MOST))):
+        least = exact(Cut(walk, choose(MOST)).compact()) / whole
+        stays = sorted(set(walk.labels.why_fixed.values()))
+        more = [f"and {len(stays) - 3} more"] if len(stays) > 3 else []
+        first = [f"layers with no more than {round_to} channels (round_to)"] if round_to > 1 else []
+        raise ConfigError(
+            f"{of}: {budget} cannot be reached, {least:.3g} is left when as little stays as can; what cannot be "
+            f"cut: {'; '.join([*first, *stays[:3], *more]) or 'one channel of everything'}"
+        )
+    ratio = _bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1]
+    if of not in ESTIMATES:
+        _check_measured(of, budget, ratio, exact(Cut(walk, choose(ratio)).compact()) / whole)
+    return choose(ratio)
+
+
+def _check_measured(of: str, budget: float, ratio: float, left: float) -> None:
+    """What was measured once may have been luck: say so."""
+    if left > budget * (1 + OFF):
+        log.warning("%s: %.2f was asked for, measured again it is %.2f", of, budget, left)
+    if ratio > FEW_LEFT:
+        log.warning("%s: %.2f takes %.0f %% of the channels; ask for more", of, budget, 100 * ratio)
+
+
+def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:
+    """What goes at `ratio`, less what fits into `room`: with `round_to`, layers of one size lose much at once."""
+    cut = Cut(walk, choose(ratio))
+    left, refused = room(cut), set[tuple[int, ...]]()
+    for less in torch.linspace(ratio, 0, FILLS).tolist():
+        if left < ROOM:
+            break
+        stays = ~torch.isin(cut.dropped, choose(less))
+        for classes in walk.dimensions():
+            given = stays & torch.isin(cut.dropped, classes)
+            key = tuple(cut.dropped[given].tolist())
+            if not key or key in refused:  # room only shrinks
+                continue
+            tried = Cut(walk, cut.dropped[~given])
+            if (after := room(tried)) >= 0:
+                cut, left, stays = tried, after, stays[~given]
+            else:
+                refused.add(key)
+    return cut
+
+
+def _bisect(fits: Callable[[float], bool], low: float, progress: bool | None) -> tuple[float, float]:
+    """A ratio that does not fit, or the least, and the next above it that does; MOST if none does."""
+    high = MOST
+    for _ in tracked(range(STEPS), progress, "pruning"):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low, high

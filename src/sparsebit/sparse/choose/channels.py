@@ -1,0 +1,72 @@
+"""Which channels go: those of least worth, as many as ratios or a budget say, and those that plug-ins decide on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import ConfigError
+from sparsebit.sparse.choose import allocate
+from sparsebit.sparse.choose.plugin_masks import decisions
+from sparsebit.sparse.choose.scores import check_judged, class_ratios, class_scores
+from sparsebit.sparse.cut.masks import oprs_of, without_masks
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.walk import Walk
+from sparsebit.sparse.sparse_config import SparserConfig
+
+log = logging.getLogger("sparsebit")
+
+
+def choose_channels(
+    model: fx.GraphModule,
+    walk: Walk,
+    section: SparserConfig,
+    told: dict[str, Any],
+    share: float,
+    budget: Mapping[str, float],
+    progress: bool | None,
+) -> Cut:
+    """`told` is what layers with their own calc_mask() returned, `share` how much of the ratios is due."""
+    oprs = oprs_of(model)
+    scores = class_scores(walk, oprs)
+    ratios = class_ratios(walk, oprs, section.ratio)
+    if budget and not bool((ratios > 0).any()):
+        raise ConfigError("RATIO: is 0 for every layer, so that all stay whole; a budget needs one above 0")
+    judged, goes = decisions(walk, oprs, told, share)
+    if not bool(judged.any()):
+        check_judged(walk, oprs, scores, ratios)
+    elif budget:
+        raise ConfigError(f"{next(iter(budget))}: a budget needs a sparser with weights(), not calc_mask()")
+    ratios[without_masks(model, walk)] = 0.0
+    known = scores.isfinite() & (ratios > 0) & ~judged
+    spread = allocate.together if section.scope == "global" else allocate.uniform
+
+    def dropped_with(round_to: int) -> Tensor:
+        def choose(ratio: float) -> Tensor:
+            shares = torch.where(known, ratio if budget else ratios * ratio, 0.0).clamp(max=allocate.MOST)
+            return spread(walk, scores, shares, round_to)
+
+        if budget:
+            ((name, left),) = budget.items()
+            return allocate.within(walk, choose, name, left, round_to, progress)
+        decided = [classes[goes[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
+        return torch.cat([choose(share), *decided])
+
+    dropped = _rounded(dropped_with) if section.round_to == allocate.AUTO else dropped_with(section.round_to)
+    if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
+        log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
+    return Cut(walk, dropped)
+
+
+def _rounded(dropped_with: Callable[[int], Tensor]) -> Tensor:
+    """With multiples of 8 where that removes enough; else any number of channels stays."""
+    try:
+        dropped = dropped_with(allocate.AUTO)
+    except ConfigError as error:
+        log.info("round_to: %s; any number of channels may stay", error)
+        dropped = None
+    return dropped if dropped is not None and len(dropped) else dropped_with(1)

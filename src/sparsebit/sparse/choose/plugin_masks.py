@@ -1,0 +1,158 @@
+"""Masks that plug-ins decide on, as in the original: a sparser by calc_mask(x), a layer by calc_mask(pre_mask).
+
+Single weights go as the mask says. Where whole channels go, the mask decides on the channels that the layer makes: a
+channel goes if all layers that make it say so, and everything else that has it follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from sparsebit.errors import ConfigError
+from sparsebit.sparse.cut.masks import owner_of
+from sparsebit.sparse.labels.labels import FIXED
+from sparsebit.sparse.labels.walk import Walk
+
+Oprs = dict[str, Any]  # module path -> SparseOpr
+
+
+def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
+    """What calc_mask(x) of the layer's sparser says of a parameter; `share` is how much of the ratio is due."""
+    sparser, weight = opr.sparser, opr.get_parameter(name)
+    if sparser.pattern:
+        raise ConfigError(
+            f"PATTERN: calc_mask of {type(sparser).__name__} decides by itself; leave out PATTERN"
+        )
+    with _due(sparser, share):
+        mask = sparser.calc_mask(weight)
+    where = f"{path}.{name}: calc_mask of {type(sparser).__name__}"
+    if not isinstance(mask, Tensor):
+        raise ConfigError(f"{where} must return a tensor, got {type(mask).__name__}")
+    if mask.dim() == 1 and weight.dim() > 1 and len(mask) == len(weight):
+        mask = mask.view(-1, *[1] * (weight.dim() - 1))  # one value per output channel
+    mask = mask.detach()
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ConfigError(
+            f"{where} must return zeros and ones; a weight goes or stays, multiply it in your forward"
+        )
+    try:
+        return mask.bool().expand(weight.shape)
+    except RuntimeError:
+        shapes = f"{list(weight.shape)}, got {list(mask.shape)}"
+        raise ConfigError(f"{where} must return a mask of the shape {shapes}") from None
+
+
+@contextmanager
+def _due(sparser: Any, share: float) -> Iterator[None]:
+    """Inside, the ratio is the share of it that a schedule has come to."""
+    ratio = sparser.ratio
+    sparser.ratio = ratio * share
+    try:
+        yield
+    finally:
+        sparser.ratio = ratio
+
+
+def ask_layers(gm: fx.GraphModule, oprs: Oprs, share: float, norms: bool = False) -> dict[str, Any]:
+    """Call calc_mask(pre_mask) of the layers that define it, in the order of the graph; returns what each returns.
+
+    pre_mask is what the layer in front told. The original gave what the call before told, whoever reads it.
+    norms   only of norms: the other layers have their masks
+    """
+    asked = {path for path, opr in oprs.items() if opr.masks_itself and (_is_norm(opr) or not norms)}
+    told: dict[str, Any] = {}
+    passed: dict[fx.Node, Any] = {}  # what a node keeps of its channels, if that is known
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        before = passed.get(inputs[0]) if len(inputs) == 1 else None
+        path = str(node.target) if node.op == "call_module" else ""
+        opr = oprs.get(path)
+        if opr is None:
+            passed[node] = before
+            continue
+        if path in asked and path not in told:
+            told[path] = _ask(opr, before, share)
+        passed[node] = told[path] if path in asked else _made(opr, before)
+    for path in sorted(asked - told.keys()):  # inside a part that was not traced
+        told[path] = _ask(oprs[path], None, share)
+    return told
+
+
+def _ask(opr: Any, before: Any, share: float) -> Any:
+    with _due(opr.sparser, share):
+        return opr.calc_mask(before)
+
+
+def _is_norm(opr: Any) -> bool:
+    return all(p.dim() < 2 for p in opr.layer_parameters().values())
+
+
+def _made(opr: Any, before: Any) -> Any:
+    """Which channels a layer keeps: a norm those of its input, others what their mask says."""
+    if _is_norm(opr):
+        return before
+    if opr.sparser.kind == "unstructured" or "weight" not in opr.layer_parameters():
+        return None
+    return opr.mask_of("weight").flatten(1).any(1)
+
+
+def decisions(walk: Walk, oprs: Oprs, told: dict[str, Any], share: float) -> tuple[Tensor, Tensor]:
+    """Classes that masks decide on, and those of them that go."""
+    n = len(walk.labels)
+    judged, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    for part in walk.slices.values():
+        if not part.produces:
+            continue
+        opr, name = owner_of(part.path, oprs)
+        path = part.path.removesuffix(f".{name}")
+        kept = None if opr is None else _decision(opr, path, name, part.axis, told, share)
+        roots = walk.labels.roots(part.labels)
+        if kept is None:
+            stays[roots] = True
+            continue
+        if kept.shape != roots.shape:
+            raise ConfigError(
+                f"{path}: calc_mask of {type(opr).__name__} returns {len(kept)} values, and there are "
+                f"{len(roots)} channels; return one for each, or None"
+            )
+        judged[roots] = True
+        stays[roots[kept]] = True
+    stays[FIXED] = True
+    goes = judged & ~stays
+    for classes in walk.dimensions():
+        if bool(goes[classes].all()):
+            raise ConfigError(
+                "calc_mask: masks every channel of a layer, so that nothing would be left; keep one"
+            )
+    return judged, goes
+
+
+def _decision(opr: Any, path: str, name: str, axis: int, told: dict[str, Any], share: float) -> Tensor | None:
+    """Which of the channels on `axis` a layer keeps; None where it does not decide by a mask."""
+    if path in told:
+        kept = told[path]
+        if isinstance(kept, Tensor) and kept.dim() == 1:
+            return kept.detach().bool().cpu()
+        return _channels(opr.mask_of(name), axis, f"{path}.{name}: calc_mask of {type(opr).__name__}")
+    if not opr.sparser.decides:
+        return None
+    where = f"{path}.{name}: calc_mask of {type(opr.sparser).__name__}"
+    if not opr.sparser.ratio * share:
+        return torch.ones(opr.get_parameter(name).shape[axis], dtype=torch.bool)
+    return _channels(mask_by_sparser(opr, name, path, share), axis, where)
+
+
+def _channels(mask: Tensor, axis: int, where: str) -> Tensor:
+    rows = mask.detach().cpu().bool().movedim(axis, 0).flatten(1)
+    kept = rows.any(1)
+    if not torch.equal(kept, rows.all(1)):
+        raise ConfigError(
+            f"{where} masks single weights, and TYPE is structured: mask whole output channels, "
+            f"or write TYPE: unstructured"
+        )
+    return kept

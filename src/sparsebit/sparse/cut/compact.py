@@ -1,0 +1,113 @@
+"""The cut model as it is handed out: compared with the masked one, in the user's class where its code allows."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.graph.feeding import own_call
+from sparsebit.graph.trace import Call, own_copy
+from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.cut.size_conditions import asks_for_cut_sizes
+from sparsebit.sparse.cut.surgery import Cut, check_equal
+from sparsebit.sparse.trace.running import leaves
+
+log = logging.getLogger("sparsebit")
+
+NOT_IN_EVAL = "the forward in eval mode, which is traced, does not use it"
+NUMBERS = (bool, int, float, complex, str)
+SAME = 1e-4  # of the largest value: other kernels may have run
+
+
+@dataclass
+class Compacted:
+    """A smaller model, and what a report says about it."""
+
+    model: nn.Module
+    as_written: bool  # it has the class of the user's model; else it is a graph
+    reasons: list[str] = field(default_factory=list)
+
+
+def compact(model: nn.Module, cut: Cut, as_written: bool | None = None) -> Compacted:
+    """The smaller model, after it was compared with the masked one; `model` has the weights that are cut.
+
+    as_written   the user's own class, or a graph; None: the class, if it computes the same.
+    """
+    small = cut.compact()
+    check_equal(cut, cut.masked(), small)
+    own = None if as_written is False else _as_written(model, cut, small, sure=as_written is True)
+    made = Compacted(small if own is None else own, as_written=own is not None)
+    set_training(made.model, training_flags(model))
+    if own is None and (gone := _unread(cut)):
+        log.warning("the pruned %s is a traced graph without %s: %s", type(model).__name__, gone, NOT_IN_EVAL)
+        made.reasons.append(f"nothing of {gone}: {NOT_IN_EVAL}")
+    return made
+
+
+def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule, sure: bool) -> nn.Module | None:
+    """The user's own class with smaller layers, where its code has no sizes of its own."""
+    if isinstance(model, fx.GraphModule) or asks_for_cut_sizes(cut):
+        return None
+    own = own_copy(model).eval()
+    unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
+    if unused:  # heads that only run in training would still have the old sizes
+        log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])
+        return None
+    try:
+        cut.cut_parameters(own)
+        differs = None if sure else _difference(own, small.eval(), cut.walk.example)
+    except Exception as error:  # a size in its code, or a path that only the graph has
+        differs = str(error)
+    if differs is None:
+        return own
+    log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, differs)
+    return None
+
+
+def _difference(own: nn.Module, small: fx.GraphModule, example: Call) -> str | None:
+    """Where both compute something else. Inside too: what a size in the code changes may not show in the output yet,
+    behind attention that is nearly uniform or a scale that starts at zero."""
+    got, want = (_outputs(m, example) for m in (own, small))
+    for path in [path for path in want if path in got]:
+        if not all(_close(*pair) for pair in zip(leaves(got[path]), leaves(want[path]), strict=True)):
+            return f"something else at {path or 'its output'}"
+    return None
+
+
+def _close(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and (not isinstance(a, NUMBERS) or a == b)
+    if a.shape != b.shape:
+        return False
+    a, b = (torch.view_as_real(t) if t.is_complex() else t.double() for t in (a, b))
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0, a - b).abs()  # masks have infinities
+    return not a.numel() or bool(apart.max() <= SAME * b.abs().nan_to_num(0, 0, 0).max())
+
+
+def _outputs(model: nn.Module, example: Call) -> dict[str, list[Any]]:
+    """What every module reads and gives, call by call, and under "" what the model gives."""
+    found: dict[str, list[Any]] = {}
+    copied = lambda value: pytree.tree_map_only(Tensor, torch.clone, value)  # later ones may write into it
+    keep = lambda path: lambda _, *values: found.setdefault(path, []).append(copied(values))
+    inside = [(path, module) for path, module in model.named_modules() if path]
+    hooks = [module.register_forward_hook(keep(path), with_kwargs=True) for path, module in inside]
+    args, kwargs = own_call(*example)
+    try:
+        with torch.no_grad():
+            found[""] = [model(*args, **kwargs)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _unread(cut: Cut) -> str:
+    """The layers of the user's model that the graph does not have."""
+    names = cut.walk.gm.meta.get("unread", ())
+    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    return ", ".join(layers[:3]) + f" and {len(layers) - 3} more" * (len(layers) > 3)

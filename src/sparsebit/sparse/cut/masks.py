@@ -1,0 +1,286 @@
+"""The graph of a model with masked layers, and the way back: masks multiplied into an ordinary module."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from sparsebit.errors import SparsebitError
+from sparsebit.graph.ops import module_of
+from sparsebit.graph.trace import own_copy
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.labels.rules.pointwise import over_given_axes
+from sparsebit.sparse.labels.rules.stays_zero import divisors
+from sparsebit.sparse.labels.walk import Walk
+from sparsebit.sparse.modules import SparseOpr, sparse_module
+from sparsebit.sparse.modules.base import mask_name
+from sparsebit.sparse.modules.statistics import Statistic, as_statistic, statistics_of
+from sparsebit.sparse.sparse_config import SparseConfig, resolve, unmatched
+from sparsebit.sparse.trace.attention import OPEN
+from sparsebit.sparse.trace.names import Finder, fx_name, inside_of_whole
+
+log = logging.getLogger("sparsebit")
+OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # masked, also without weights
+READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
+
+
+def put_masks(gm: fx.GraphModule) -> None:
+    """Layers get masks, and so do tensors that the graph reads by itself; their parameters stay the same ones."""
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            for path in _layers(gm, str(node.target)):
+                _mask_layer(gm, path, node)
+    oprs, whole = oprs_of(gm), divisors(gm)
+    for node in list(gm.graph.nodes):
+        if node.op == "get_attr":
+            _mask_read(gm, node, oprs, str(node.target) not in whole)
+        elif over_given_axes(node, gm):
+            as_statistic(gm, node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
+    """What is masked as one: a leaf of the graph, or the layers inside an island."""
+    module = gm.get_submodule(path)
+    if path in gm.meta.get("islands", {}) or "" in gm.meta.get("islands", {}):
+        yield from _inside(module, path)
+    elif list(module.parameters()) or isinstance(module, OVER_CHANNELS):
+        yield path
+
+
+def _inside(module: nn.Module, path: str) -> Iterator[str]:
+    """torch's own attention blocks read the weights of their layers without calling them: such a block is one."""
+    if type(module) in OPEN or not list(module.children()):
+        if list(module.parameters()):
+            yield path
+        return
+    for name, child in module.named_children():
+        yield from _inside(child, f"{path}.{name}".strip("."))
+
+
+def _mask_layer(gm: fx.GraphModule, path: str, node: fx.Node) -> None:
+    module = gm.get_submodule(path)
+    if isinstance(module, SparseOpr):
+        return  # called twice
+    opr = sparse_module(module)
+    opr.normed = len(node.users) == 1 and _is_norm(next(iter(node.users)), gm)
+    opr.train(module.training)
+    owner, _, name = path.rpartition(".")
+    setattr(gm.get_submodule(owner), name, opr)
+
+
+def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(module_of(node, gm), _NormBase)
+
+
+def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any], applied: bool) -> None:
+    """A parameter or buffer that the graph reads by itself; that of a layer has the layer's mask."""
+    path = str(node.target)
+    opr, name = owner_of(path, oprs)
+    if opr is not None:
+        where = path.removesuffix(name) + mask_name(name)
+    else:
+        owner, _, name = path.rpartition(".")
+        module = gm.get_submodule(owner)
+        value = getattr(module, name)
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return
+        where = f"{owner}.{name}{READ}".lstrip(".")
+        if f"{name}{READ}" not in module._buffers:
+            ones = torch.ones(value.shape, dtype=torch.bool, device=value.device)
+            module.register_buffer(f"{name}{READ}", ones)
+    if not applied:
+        return
+    with gm.graph.inserting_after(node):
+        mask = gm.graph.get_attr(where)
+    with gm.graph.inserting_after(mask):
+        product = gm.graph.call_function(operator.mul, (node, mask))
+    node.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+
+
+def build_sparsers(gm: fx.GraphModule, cfg: SparseConfig) -> None:
+    """Every masked layer gets the sparser that the config asks for, with SPECIFIC by fx name or module path."""
+    for path, (opr, names) in layer_names(gm).items():
+        section = resolve(cfg.sparser, [path, *names])
+        opr.build_sparser(cfg.model_copy(update={"sparser": section}))
+
+
+def warn_of_unmatched(gm: fx.GraphModule, cfg: SparseConfig) -> None:
+    names = [name for path, (_, others) in layer_names(gm).items() for name in (path, *others)]
+    names += [n for node in gm.graph.nodes for n in (node.name, str(node.target))]
+    missed = unmatched(cfg.sparser, names)
+    if missed:
+        log.warning("SPARSER.SPECIFIC: no layer is called %s", " or ".join(missed))
+
+
+def layer_names(gm: fx.GraphModule) -> dict[str, tuple[Any, list[str]]]:
+    """By path: the masked layer, and its other names."""
+    calls: dict[str, list[str]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_module":
+            calls.setdefault(str(node.target), []).append(node.name)
+    return {path: (opr, [*calls.get(path, ())[:1], fx_name(path)]) for path, opr in oprs_of(gm).items()}
+
+
+def oprs_of(model: nn.Module) -> dict[str, Any]:
+    """The masked layers, by module path."""
+    return {inside_of_whole(name): m for name, m in model.named_modules() if isinstance(m, SparseOpr)}
+
+
+def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
+    """The masked layer that a parameter belongs to, and the parameter's name in it; None where there is none."""
+    owner, _, name = path.rpartition(".")
+    while owner and owner not in oprs:
+        owner, _, last = owner.rpartition(".")
+        name = f"{last}.{name}"
+    opr = oprs.get(owner)
+    return (opr, name) if opr is not None and name in opr.layer_parameters() else (None, path)
+
+
+def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
+    """The mask of the parameter or buffer at `path`, if it has one."""
+    opr, name = owner_of(path, oprs)
+    if opr is not None:
+        mask: Tensor | None = opr._buffers.get(mask_name(name))
+        return mask
+    owner, _, last = path.rpartition(".")
+    return model.get_submodule(owner)._buffers.get(f"{last}{READ}")
+
+
+def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
+    """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
+    oprs, statistics = oprs_of(model), statistics_of(model)
+    by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
+    read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
+    stay = [
+        part.labels
+        for part in walk.slices.values()
+        if (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
+        and mask_at(model, part.path, oprs) is None
+        and part.path.rpartition(".")[0] not in by_themselves
+    ]
+    stay += [labels for path, labels in walk.normed.items() if not hasattr(oprs.get(path), "kept")]
+    stay += [labels for name, labels in walk.statistics.items() if name not in statistics]
+    return walk.labels.roots(torch.cat([torch.zeros(0, dtype=torch.long), *map(Tensor.flatten, stay)]))
+
+
+def set_masks(model: fx.GraphModule, cut: Cut) -> None:
+    """Where classes go, parameters are masked, and statistics are over what stays."""
+    oprs, statistics = oprs_of(model), statistics_of(model)
+    reset_masks(model)
+    for part in cut.walk.slices.values():
+        mask = mask_at(model, part.path, oprs)
+        if mask is not None:
+            line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
+            mask.logical_and_(cut.keeps(part.labels).view(line).to(mask.device))
+    for path, labels in cut.walk.normed.items():
+        if hasattr(oprs.get(path), "kept"):
+            oprs[path].kept.copy_(cut.keeps(labels))
+    for name, labels in cut.walk.statistics.items():
+        if name in statistics:
+            statistics[name].set(cut.keeps(labels))
+
+
+def cut_by_masks(model: fx.GraphModule, walk: Walk) -> Cut:
+    """What the masks say: a class goes where every parameter that has it is masked there."""
+    n, oprs = len(walk.labels), oprs_of(model)
+    gone, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    for part in walk.slices.values():
+        mask = mask_at(model, part.path, oprs)
+        if mask is not None:
+            left = mask.cpu().bool().movedim(part.axis, 0)
+            left = left.flatten(1).any(1) if left.dim() > 1 else left
+            roots = walk.labels.roots(part.labels)
+            gone[roots[~left]] = True
+            stays[roots[left]] = True
+    return Cut(walk, (gone & ~stays).nonzero().flatten())
+
+
+def reset_masks(model: nn.Module) -> None:
+    """Nothing goes."""
+    for opr in oprs_of(model).values():
+        opr.reset_masks()
+    for module in model.modules():
+        if isinstance(module, Statistic):
+            module.set(torch.ones_like(module.kept))
+    for name, buffer in model.named_buffers():
+        if name.endswith(READ):
+            buffer.fill_(True)
+
+
+@torch.no_grad()
+def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[str]:
+    """Give `target`, which has the layers of `model`, its weights of now, masked and gated.
+
+    tied   a weight of two layers stays one; else it becomes two where they have different masks
+    Returns the weights that `target` has no place for.
+    """
+    new: dict[int, list[nn.Parameter]] = {}
+    homeless = []
+    oprs, places = oprs_of(model), _Places(target)
+    whole = divisors(model)
+    for path, p in model.named_parameters(remove_duplicate=False):
+        store, name = places.find(path, "_parameters")
+        if store is None:
+            if ".sparser." not in path:  # gates
+                homeless.append(path)
+            continue
+        opr, inner = owner_of(inside_of_whole(path), oprs)
+        mask = None if path in whole else mask_at(model, path, oprs)
+        value = p if mask is None else p * mask
+        value = (value if opr is None else opr.masked(inner)).detach()
+        made = new.setdefault(id(p), [])
+        same = next((other for other in made if tied or torch.equal(other, value)), None)
+        if same is None:
+            same = nn.Parameter(value.clone(), p.requires_grad)
+            made.append(same)
+        store[name] = same
+    for path, b in model.named_buffers(remove_duplicate=False):
+        store, name = places.find(path, "_buffers")
+        if store is not None:
+            mask = None if path in whole else mask_at(model, path, oprs)
+            store[name] = b.detach().clone() if mask is None else b.detach() * mask
+    for place in target.modules():
+        if isinstance(place, nn.RNNBase):
+            place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]
+    return homeless
+
+
+def baked(model: fx.GraphModule, source: nn.Module, plain: fx.GraphModule, kind: str) -> nn.Module:
+    """A copy of the user's model with the weights of now; of its graph, where its code holds weights, not layers."""
+    tied = kind == "structured"
+    own = own_copy(source)
+    if not bake(model, own, tied):
+        return own
+    graph = copy.deepcopy(plain)
+    homeless = bake(model, graph, tied)
+    if homeless:
+        raise SparsebitError(
+            f"compact: the model as it was given has no place for {homeless[0]}; keep the names of its layers and of "
+            f"their parameters in your own layers"
+        )
+    return graph
+
+
+class _Places:
+    """Where the tensors of a graph belong in another model: under the same path, or another spelling of it."""
+
+    def __init__(self, target: nn.Module):
+        self.modules = dict(target.named_modules())
+        self.finder = Finder(self.modules)
+
+    def find(self, path: str, store: str) -> tuple[dict[str, Any] | None, str]:
+        owner, _, name = path.rpartition(".")
+        home: str | None = owner
+        if owner not in self.modules:
+            home = self.finder.find(owner)
+        found = None if home is None else vars(self.modules[home])[store]
+        return (found, name) if found is not None and name in found else (None, name)

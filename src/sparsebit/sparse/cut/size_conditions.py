@@ -1,0 +1,55 @@
+"""Does an `if` of the forward ask how many channels there are? In the user's class it would then go another way after
+the cut, for some sizes of the input if not for the example; the graph has the way that the whole model takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from sparsebit.graph.inputs import as_decided
+from sparsebit.graph.ops import argument, name_of
+from sparsebit.sparse.cut.surgery import Cut
+
+NO_SIZES = ("dim", "ndim", "dtype", "is_floating_point", "is_complex", "layout")
+
+
+def asks_for_cut_sizes(cut: Cut) -> bool:
+    checks = [node for node in cut.walk.gm.graph.nodes if node.target is as_decided]
+    return any(_is_cut(cut, node) for check in checks for node in _conditions(cut, check))
+
+
+def _conditions(cut: Cut, check: fx.Node) -> Iterator[fx.Node]:
+    """All that is computed on the way to a decision, down to what asks a tensor."""
+    seen, waiting = set[fx.Node](), list(check.all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and not isinstance(cut.walk.values[node], Tensor):
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+            yield node
+
+
+def _is_cut(cut: Cut, node: fx.Node) -> bool:
+    """Does the node read a size that is smaller after the cut?"""
+    asked: Any = slice(None)  # numel and the like: all sizes
+    source = next(iter(node.all_input_nodes), node)
+    if node.target is operator.getitem and _is_shape(source):
+        source, asked = source.all_input_nodes[0], node.args[1]
+    elif node.target == "size":
+        asked = argument(node, 1, "dim", asked)
+    what = node.args[1] if node.target is getattr else name_of(node)
+    one_by_one = _is_shape(node) and all(user.target is operator.getitem for user in node.users)
+    labels = cut.walk.of.get(source)
+    if one_by_one or what in NO_SIZES or not isinstance(labels, Tensor):
+        return False
+    lost, axes = cut.axes(labels), range(labels.dim())
+    return any(axis in lost for axis in (axes[asked] if isinstance(asked, slice) else [axes[asked]]))
+
+
+def _is_shape(node: fx.Node) -> bool:
+    """`x.shape`, `x.size()`"""
+    whole = node.target == "size" and argument(node, 1, "dim") is None
+    return whole or (node.target is getattr and node.args[1] == "shape")

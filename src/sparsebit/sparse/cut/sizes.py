@@ -1,0 +1,266 @@
+"""Sizes in a cut graph. What reads one (`x.shape[1]`) gets what it was before the cut, and so does all that is computed
+from it; what takes one (`view(b, 64)`, `split(32)`, `x[:, :16]`, `pad`) gets it scaled to what is left.
+
+No number of the example is written down: batch and length stay free, also where they are factors.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sparsebit.graph.ops import argument
+from sparsebit.sparse.labels.descriptions import SIZES, call_name
+from sparsebit.sparse.labels.rules.moves import axes_of
+
+if TYPE_CHECKING:
+    from sparsebit.sparse.cut.surgery import Cut
+
+
+def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
+    """Bring the sizes of `gm`, a copy of the walked graph, up to date."""
+    sizes, before = _Sizes(cut, gm.graph), {node.name: node for node in cut.walk.gm.graph.nodes}
+    for node in list(gm.graph.nodes):
+        old = before[node.name]
+        if node.op == "call_module":
+            _unflatten_module(sizes, gm.get_submodule(str(node.target)), old)
+        elif node.op.startswith("call"):
+            known = REWRITES.get(call_name(node))
+            if known is not None and (isinstance(sizes.first(old), Tensor) or call_name(node) in MAKERS):
+                known(sizes, node, old)
+            sizes.restore(node, old)
+
+
+MAKERS = {"zeros", "ones"}  # of nothing but sizes
+
+
+class _Sizes:
+    def __init__(self, cut: Cut, graph: fx.Graph):
+        self.cut, self.graph = cut, graph
+        # a restored size -> the node that reads it, what it is now, and what it was
+        self._read: dict[fx.Node, tuple[fx.Node, int, int]] = {}
+
+    def first(self, old: fx.Node) -> Any:
+        """The labels of the first argument."""
+        source = old.args[0] if old.args else old.kwargs.get("input", old.kwargs.get("query"))
+        return self.cut.walk.of[source] if isinstance(source, fx.Node) else None
+
+    def known(self, value: Any) -> Any:
+        """An argument as it was before the cut."""
+        return fx.map_arg(value, lambda n: self.cut.walk.values[n])
+
+    def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:
+        return self.known(argument(old, place, name, default))
+
+    def shapes(self, old: fx.Node) -> tuple[list[int], list[int]]:
+        """Of the first argument: now, and before."""
+        labels, walk, source = self.first(old), self.cut.walk, old.args[0] if old.args else None
+        if isinstance(labels, Tensor):
+            return self.cut.shape(labels), [*labels.shape]
+        if (
+            not isinstance(source, fx.Node)
+            or source.op != "get_attr"
+            or not isinstance(walk.values[source], Tensor)
+        ):
+            return [], []
+        before = [*walk.values[source].shape]  # a weight: slices know its axes
+        parts = [walk.known(str(source.target), axis) for axis in range(len(before))]
+        return [int(self.cut.keeps(p.labels).sum()) if p else n for p, n in zip(parts, before)], before
+
+    def on_small(self, old: fx.Node) -> Any:
+        """What the call says of its first argument as it is now."""
+        small = torch.empty(self.shapes(old)[0], device="meta")
+        args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
+        op: Any = getattr(torch.Tensor, str(old.target)) if old.op == "call_method" else old.target
+        return op(small, *args, **kwargs)
+
+    def new(self, op: Callable[..., Any], *args: Any) -> fx.Node:
+        return self.graph.call_function(op, args)
+
+    def scaled(self, given: Any, now: int, before: int, at: fx.Node) -> Any:
+        """`given`, which was `before` in the example, so that it is `now` there: a node in front of `at`."""
+        if now == before or not isinstance(given, fx.Node):
+            return given if now == before else now
+        read, its_now, its_before = self._read.get(given, (given, 1, 1))
+        if its_now * before == now * its_before:
+            return read
+        common = math.gcd(now, before)
+        with self.graph.inserting_before(at):
+            out = given if now == common else self.new(operator.mul, given, now // common)
+            return out if before == common else self.new(operator.floordiv, out, before // common)
+
+    def parts(self, given: Any, n: int, at: fx.Node) -> list[Any]:
+        """What is in a tuple, which may be a node."""
+        if not isinstance(given, fx.Node):
+            return list(given)
+        with self.graph.inserting_before(at):
+            return [self.new(operator.getitem, given, i) for i in range(n)]
+
+    def all_scaled(self, given: Any, now: Sequence[int], before: Sequence[int], at: fx.Node) -> Any:
+        """One by one; None where nothing changes."""
+        if len(now) != len(before) or all(b in (-1, n) for n, b in zip(now, before)):
+            return None
+        given = self.parts(given, len(before), at)
+        return [g if b in (-1, n) else self.scaled(g, n, b, at) for g, n, b in zip(given, now, before)]
+
+    # -- reads -----------------------------------------------------------------------------------------
+    def restore(self, node: fx.Node, old: fx.Node) -> None:
+        """Users of a size that shrank get what it was."""
+        before = self.cut.walk.values[old]
+        if call_name(node) == "numel" and any(isinstance(v, torch.Size) for v in self.known(old.args)):
+            node.op, node.target = "call_function", math.prod  # of a tuple, by now
+        asked = old.args[1] if old.target is getattr else call_name(old)
+        if asked not in SIZES or operator.eq(*self.shapes(old)):
+            return
+        now, users = self.on_small(old), list(node.users)
+        if isinstance(before, int):
+            whole = self._restored(node, now, before)
+            for user in users if whole is not node else ():
+                user.replace_input_with(node, whole)
+            return
+        parts = self.parts(node, len(before), node.next)
+        restored = tuple(map(self._restored, parts, now, before))
+        for user in users:
+            if user.target is operator.getitem and isinstance(user.args[1], int):
+                user.replace_all_uses_with(restored[user.args[1]])
+            else:
+                put = lambda n: restored if n is node else n
+                user.args, user.kwargs = fx.map_arg(user.args, put), fx.map_arg(user.kwargs, put)
+
+    def _restored(self, node: fx.Node, now: int, before: int) -> fx.Node:
+        if now == before:
+            return node
+        out: fx.Node = self.scaled(node, before, now, node.next)
+        self._read[out] = (node, now, before)
+        return out
+
+
+def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
+    given: Any
+    source = () if call_name(node) in MAKERS else (argument(node, 0, "input"),)
+    skip = len(source)
+    given, before = ([*n.args[skip:]] or [n.kwargs.get("shape", n.kwargs.get("size"))] for n in (node, old))
+    before = sizes.known(before)
+    packed = len(before) == 1 and isinstance(before[0], (tuple, list))
+    if packed:
+        given, before = given[0], before[0]
+    new = sizes.all_scaled(given, sizes.cut.shape(sizes.cut.walk.of[old]), before, node)
+    if new is not None:
+        node.args = (*source, *([tuple(new)] if packed else new))
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "shape", "size")}
+
+
+def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """split and chunk: how long each part is."""
+    cut, labels = sizes.cut, sizes.first(old)
+    dim = sizes.was(old, 2, "dim", 0) % labels.dim()
+    if dim not in cut.axes(labels):
+        return
+    parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
+    if call_name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
+        return  # into so many parts
+    node.target = "split" if node.op == "call_method" else torch.split
+    node.args, node.kwargs = (argument(node, 0, "input"), parts, dim), {}
+
+
+def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """x[:, a:b], or what is written there, on an axis that lost channels: a and b count what is kept before them."""
+    labels, index = sizes.first(old), argument(node, 1, "b")
+    lost = sizes.cut.axes(labels)
+    if not lost:
+        return
+    given, before = (list(i) if isinstance(i, tuple) else [i] for i in (index, sizes.known(old.args[1])))
+    axis = 0
+    for k, part in enumerate(before):
+        if part is Ellipsis:
+            axis = labels.dim() - sum(map(axes_of, before[k + 1 :]))
+            continue
+        if isinstance(part, slice) and axis in lost:
+            kept, ends = lost[axis], (given[k].start, given[k].stop)
+            given[k] = slice(
+                *(_bound(sizes, kept, new, end, node) for new, end in zip(ends, (part.start, part.stop)))
+            )
+        axis += axes_of(part)
+    node.args = (node.args[0], tuple(given) if isinstance(index, tuple) else given[0], *node.args[2:])
+
+
+def _bound(sizes: _Sizes, kept: Tensor, given: Any, before: int | None, at: fx.Node) -> Any:
+    if before is None:
+        return None
+    if before >= 0:
+        return sizes.scaled(given, int(kept[:before].sum()), before, at)
+    behind = int(kept[before:].sum())  # -0 would be the beginning
+    return sizes.scaled(given, -behind, before, at) if behind else int(kept.sum())
+
+
+def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    labels, dim = sizes.first(old), sizes.was(old, 1, "dim")
+    kept = sizes.cut.axes(labels).get(dim % labels.dim())
+    if kept is not None:
+        names = ((2, "start"), (3, "length"))
+        start, length = (sizes.was(old, *name) for name in names)
+        begin = start % len(kept) if start < 0 else start
+        counts = (kept[:begin], start), (kept[begin : begin + length], length)
+        new = [
+            sizes.scaled(argument(node, *name), int(part.sum()), was, node)
+            for name, (part, was) in zip(names, counts)
+        ]
+        node.args, node.kwargs = (argument(node, 0, "input"), dim, *new), {}
+
+
+def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """Channels that are added, or with a negative number those that are cut off."""
+    before, out = list(sizes.was(old, 1, "pad")), sizes.cut.walk.of[old]
+    inside, outside = sizes.cut.axes(sizes.first(old)), sizes.cut.axes(out)
+    now = list(before)
+    for i, n in enumerate(before):
+        axis = out.dim() - 1 - i // 2
+        kept = (outside if n > 0 else inside).get(axis)
+        if kept is not None:
+            edge = kept.flip(0) if i % 2 else kept
+            now[i] = int(edge[:n].sum()) if n > 0 else -int(edge[:-n].sum())
+    if now != before:
+        given = sizes.parts(argument(node, 1, "pad"), len(before), node)
+        pads = tuple(g if n == b else sizes.scaled(g, n, b, node) for g, n, b in zip(given, now, before))
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "pad")}
+        node.args, node.kwargs = (argument(node, 0, "input"), pads, *node.args[2:]), kwargs
+
+
+def _unflatten(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    before, dim = sizes.was(old, 2, "sizes"), sizes.was(old, 1, "dim") % sizes.first(old).dim()
+    now = sizes.cut.shape(sizes.cut.walk.of[old])[dim : dim + len(before)]
+    new = sizes.all_scaled(argument(node, 2, "sizes"), now, before, node)
+    if new is not None:
+        node.args, node.kwargs = (argument(node, 0, "input"), dim, tuple(new)), {}
+
+
+def _unflatten_module(sizes: _Sizes, module: nn.Module, old: fx.Node) -> None:
+    if isinstance(module, nn.Unflatten):
+        out, before = sizes.cut.shape(sizes.cut.walk.of[old]), module.unflattened_size
+        start = module.dim % (len(out) - len(before) + 1)
+        module.unflattened_size = tuple(-1 if b == -1 else n for b, n in zip(before, out[start:]))
+
+
+def _scale(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
+    """Attention that lost dimensions of a head divides by what it divided by before."""
+    labels = sizes.first(old)
+    lost = labels.dim() - 1 in sizes.cut.axes(labels)
+    if lost and node.kwargs.get("scale") is None and len(node.args) < 7:
+        node.kwargs = {**node.kwargs, "scale": labels.shape[-1] ** -0.5}
+
+
+REWRITES: dict[str, Callable[[_Sizes, fx.Node, fx.Node], None]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones", *MAKERS), _sizes),
+    **dict.fromkeys(("split", "chunk", "tensor_split"), _parts),
+    **dict.fromkeys(("getitem", "setitem"), _slices),
+    "narrow": _narrow,
+    "pad": _pads,
+    "unflatten": _unflatten,
+    "scaled_dot_product_attention": _scale,
+}

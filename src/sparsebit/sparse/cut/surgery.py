@@ -1,0 +1,243 @@
+"""Cutting: parameters lose the positions whose labels go, and the sizes that the graph has as literals follow.
+
+`masked` keeps every shape and zeroes what goes; `compact` removes it. Both compute the same, which is checked node by
+node before a compact model is handed out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from sparsebit.errors import SparsebitError
+from sparsebit.graph.inputs import as_decided
+from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.sparse.cut.sizes import rewrite
+from sparsebit.sparse.labels.walk import Walk, tensor_at
+from sparsebit.sparse.modules import sparse_module
+from sparsebit.sparse.modules.statistics import as_statistic
+from sparsebit.sparse.trace.running import Call, Runner
+
+TOLERANCE = 1e-5  # of the largest value
+
+
+class Cut:
+    """What is left of `walk.gm` when the classes `dropped` go."""
+
+    def __init__(self, walk: Walk, dropped: Tensor):
+        self.walk, self.dropped = walk, dropped
+        self._stays = torch.ones(len(walk.labels), dtype=torch.bool)
+        self._stays[dropped] = False
+
+    def keeps(self, labels: Tensor) -> Tensor:
+        """Which of `labels` are kept."""
+        return self._stays[self.walk.labels.roots(labels)]
+
+    def axes(self, labels: Tensor) -> dict[int, Tensor]:
+        """By axis that loses something: which of its positions are kept."""
+        found = {}
+        for axis in self.walk.labels.varies(labels):
+            kept = self.keeps(labels.movedim(axis, 0).reshape(labels.shape[axis], -1)[:, 0])
+            if not bool(kept.all()):
+                found[axis] = kept
+        return found
+
+    def shape(self, labels: Tensor) -> list[int]:
+        lost = self.axes(labels)
+        return [int(lost[d].sum()) if d in lost else n for d, n in enumerate(labels.shape)]
+
+    def of_value(self, value: Tensor, labels: Tensor) -> Tensor:
+        """The part of a value that is kept."""
+        for axis, kept in self.axes(labels).items():
+            value = value.index_select(axis, kept.nonzero().flatten().to(value.device))
+        return value
+
+    def rule(self, node: fx.Node) -> str:
+        """What spoke for the channels of a node, for messages."""
+        return f"its channel rule ({self.walk.rules.get(node, 'none')})"
+
+    # -- the two models ------------------------------------------------------------------------------
+    def masked(self) -> fx.GraphModule:
+        """Same shapes, zeros where something goes. A layer norm takes its statistics from what is kept."""
+        gm = copy.deepcopy(self.walk.gm)
+        for cut in self.walk.slices.values():
+            tensor = tensor_at(gm, cut.path)
+            kept = self.keeps(cut.labels).to(tensor.device)
+            line = [-1 if d == cut.axis else 1 for d in range(tensor.dim())]
+            if cut.path not in self.walk.divisors and not cut.path.endswith(("running_mean", "running_var")):
+                with torch.no_grad():
+                    tensor.mul_(kept.view(line))
+        for path, labels in self.walk.normed.items():
+            if not bool(self.keeps(labels).all()):
+                norm: Any = sparse_module(gm.get_submodule(path))
+                norm.kept = self.keeps(labels).to(next((p.device for p in gm.parameters()), None))
+                _set_module(gm, path, norm)
+        for node in gm.graph.nodes:
+            if node.name in self.walk.statistics:
+                as_statistic(gm, node).set(self.keeps(self.walk.statistics[node.name]))
+        gm.recompile()
+        return gm
+
+    def compact(self) -> fx.GraphModule:
+        """Really smaller."""
+        gm = copy.deepcopy(self.walk.gm)
+        self.cut_parameters(gm)
+        rewrite(self, gm)
+        checked = _Checked(self, gm)
+        checked.run_on(gm, self.walk.example)
+        for node in checked.settled:
+            gm.graph.erase_node(node)
+        remove_dead_code(gm)  # sizes that nobody asks for any more
+        gm.graph.lint()
+        gm.recompile()
+        return gm
+
+    def cut_parameters(self, model: nn.Module) -> None:
+        """Slice the parameters of `model`, which has the paths of the graph, and set the sizes of its layers."""
+        new: dict[int, Any] = {}
+        for cut in self.walk.slices.values():
+            kept = self.keeps(cut.labels)
+            if bool(kept.all()):
+                continue
+            old = tensor_at(model, self._path(model, cut.path))
+            source = new.get(id(old), old)
+            index = kept.nonzero().flatten().to(source.device)
+            sliced = source.detach().index_select(cut.axis, index).clone()
+            new[id(old)] = (
+                nn.Parameter(sliced, old.requires_grad) if isinstance(old, nn.Parameter) else sliced
+            )
+        for module in model.modules():  # also where a parameter is shared
+            for names in (module._parameters, module._buffers):
+                for name, value in list(names.items()):
+                    if value is not None and id(value) in new:
+                        setattr(module, name, new[id(value)])  # recurrent layers keep a list of theirs
+        for path, attribute, labels in self.walk.sizes:
+            left = int(self.keeps(labels).sum())
+            module = model.get_submodule(self._path(model, f"{path}.").removesuffix("."))
+            setattr(module, attribute, (left,) if attribute == "normalized_shape" else left)
+
+    def _path(self, model: nn.Module, path: str) -> str:
+        """A parameter's path in the graph, or where the user's model has it: `F.linear` became a module."""
+        owner, _, name = path.rpartition(".")
+        try:
+            model.get_submodule(owner)
+        except AttributeError:
+            return f"{self.walk.paths.get(owner, owner)}.{name}"
+        return path
+
+
+class _Checked(Runner):
+    """Runs the cut graph on the example; every value must have the shape that its labels say."""
+
+    def __init__(self, cut: Cut, gm: fx.GraphModule):
+        super().__init__(gm)
+        self.cut = cut
+        self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
+        self.settled: list[
+            fx.Node
+        ] = []  # checks of sizes that have changed: those of channels, not of inputs
+
+    def run_node(self, n: fx.Node) -> Any:
+        old = self.old.get(n.name)
+        if n.target is as_decided:
+            _, outcome, wanted = self.fetch_args_kwargs_from_env(n)[0]
+            self.settled += [n] if bool(outcome) is not wanted else []
+            return None
+        if old is None:
+            return super().run_node(n)  # arithmetic of sizes
+        labels = self.cut.walk.of[old]
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            raise SparsebitError(
+                f"{_where(old)}: does not run on the pruned shapes: {error}; {self.cut.rule(old)}"
+            ) from error
+        was = pytree.tree_leaves(self.cut.walk.values[old])
+        if _nan(pytree.tree_leaves(value)) and not _nan(was):
+            raise SparsebitError(
+                f"{_where(old)}: is NaN after pruning, as the deviation of a single channel is; let more channels stay"
+            )
+        for got, have in zip(pytree.tree_leaves(value), pytree.tree_leaves(labels)):
+            if (
+                isinstance(got, Tensor)
+                and isinstance(have, Tensor)
+                and have.numel()  # nothing says what is left of nothing
+                and list(got.shape) != self.cut.shape(have)
+            ):
+                raise SparsebitError(
+                    f"{_where(old)}: has the shape {list(got.shape)} after pruning, where {self.cut.shape(have)} "
+                    f"was expected; {self.cut.rule(old)}, or a size it is given, does not follow the channels"
+                )
+        return value
+
+
+def _nan(values: list[Any]) -> bool:
+    return any(isinstance(v, Tensor) and v.is_floating_point() and bool(v.isnan().any()) for v in values)
+
+
+class _Values(Runner):
+    def __init__(self, gm: fx.GraphModule):
+        super().__init__(gm)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.values[n.name] = pytree.tree_map_only(Tensor, torch.clone, value)
+        return value
+
+
+def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> None:
+    """Raise, and name the first node that differs, unless both models compute the same."""
+    wrong = _difference(cut, masked.eval(), compact.eval(), cut.walk.example)
+    if wrong is not None:  # a deep net makes rounding errors large: with more digits they are gone
+        doubled = pytree.tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, cut.walk.example
+        )
+        big, small = copy.deepcopy(masked).double(), copy.deepcopy(compact).double()
+        with contextlib.suppress(RuntimeError):  # its code asks for float
+            wrong = _difference(cut, big, small, doubled)
+    if wrong is not None:
+        node, apart = wrong
+        raise SparsebitError(
+            f"{_where(node)}: the pruned model differs from the masked one by {apart:.2g} of the largest value; "
+            f"{cut.rule(node)} is wrong"
+        )
+
+
+def _difference(
+    cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule, example: Call
+) -> tuple[fx.Node, float] | None:
+    """The first node whose values differ, and how much."""
+    big, small = _Values(masked), _Values(compact)
+    big.run_on(cut.walk.gm, example), small.run_on(cut.walk.gm, example)
+    for node in cut.walk.gm.graph.nodes:
+        if node.op == "get_attr" or node.name not in small.values:
+            continue
+        pairs = zip(
+            pytree.tree_leaves(big.values[node.name]),
+            pytree.tree_leaves(small.values[node.name]),
+            pytree.tree_leaves(cut.walk.of[node]) if node.op != "output" else iter(lambda: None, 0),
+        )
+        for want, got, labels in pairs:
+            if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
+                want = cut.of_value(want, labels) if isinstance(labels, Tensor) else want
+                largest = want.abs().nan_to_num(0, 0, 0).max()  # masks have infinities
+                equal = (want == got) | (want.isnan() & got.isnan())  # softmax of nothing but -inf
+                apart = float(torch.where(equal, 0, want - got).abs().max() / largest.clamp_min(1e-8))
+                if not apart <= TOLERANCE:
+                    return node, apart
+    return None
+
+
+def _where(node: fx.Node) -> str:
+    return str(node.meta.get("path") or node.name)
+
+
+def _set_module(model: nn.Module, path: str, new: nn.Module) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(model.get_submodule(owner), name, new)

@@ -1,0 +1,1 @@
+"""Experimental: whole blocks or branches of residual networks are removed."""

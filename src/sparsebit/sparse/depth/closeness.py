@@ -1,0 +1,59 @@
+"""How close a changed graph still is to the whole one: values inside, errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from sparsebit.sparse.trace.running import Call, Runner
+
+
+class _Seen(Runner):
+    """Keeps some values as they are computed: an activation in place would write over them."""
+
+    def __init__(self, gm: fx.GraphModule, names: set[str]):
+        super().__init__(gm)
+        self.extra_traceback = False  # _SeenAll is no error
+        self.names = names
+        self.seen: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.name in self.names:
+            self.seen[n.name] = value.clone()
+            if len(self.seen) == len(self.names):
+                raise _SeenAll
+        return value
+
+
+class _SeenAll(Exception):
+    """The rest of the graph need not run."""
+
+
+def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor]:
+    run = _Seen(gm, names)
+    with contextlib.suppress(_SeenAll):
+        run.run_on(gm, call)
+    return run.seen
+
+
+@torch.no_grad()
+def errors_of(whole: fx.GraphModule, trials: list[fx.GraphModule], calls: Iterable[Call]) -> list[float]:
+    """How far the output of each is from that of `whole`, relative to its power."""
+    errors, power = [0.0] * len(trials), 0.0
+    for args, kwargs in calls:
+        want = _floats(whole(*args, **kwargs))
+        power += sum(float(x.square().sum()) for x in want)
+        for i, trial in enumerate(trials):
+            got = _floats(trial(*args, **kwargs))
+            errors[i] += sum(float((a - b).square().sum()) for a, b in zip(got, want))
+    return [error / max(power, 1e-30) for error in errors]
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [x.double() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()]

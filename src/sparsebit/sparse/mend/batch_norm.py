@@ -1,0 +1,64 @@
+"""Running statistics of batch norms, estimated anew for a model that lost channels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from sparsebit.graph.training import evaluating
+
+PRIOR = 32  # values: what a batch norm knew before counts as so many
+
+
+@torch.no_grad()
+def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
+    """Running statistics of batch norms, anew: of all that these calls show them. Returns how many norms there are."""
+    norms: list[Any] = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    if not norms:
+        return 0
+    old = [(norm, norm.running_mean.clone(), norm.running_var.clone()) for norm in norms]
+    hooks = [norm.register_forward_pre_hook(_Statistics(norm), with_kwargs=True) for norm in norms]
+    try:
+        with evaluating(model):
+            for args, kwargs in calls:
+                model(*args, **kwargs)
+    except BaseException:
+        for norm, mean, var in old:
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(var)
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return len(norms)
+
+
+class _Statistics:
+    """A norm's own, from all that it has read so far; the old ones count as PRIOR values, so two samples do no harm."""
+
+    def __init__(self, norm: Any):
+        self.count = float(PRIOR)
+        self.mean, self.var = norm.running_mean.double(), norm.running_var.double()
+
+    def __call__(self, norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = (args[0] if args else kwargs["input"]).detach().float()
+        n = x.numel() // max(norm.num_features, 1)
+        if not n:
+            return
+        alone = isinstance(norm, _InstanceNorm)  # a sample by itself, with or without a batch around it
+        others = [*range(1 - norm._get_no_batch_dim(), 0)] if alone else [0, *range(2, x.dim())]
+        var, mean = (
+            v.double().view(-1, norm.num_features).mean(0) for v in torch.var_mean(x, others, correction=0)
+        )
+        share, apart = n / (self.count + n), mean - self.mean
+        between = 0 if alone else (1 - share) * apart.square()
+        self.count += n
+        self.mean = self.mean + share * apart
+        self.var = (1 - share) * self.var + share * (var + between)
+        norm.running_mean.copy_(self.mean)
+        norm.running_var.copy_(self.var)

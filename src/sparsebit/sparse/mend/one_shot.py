@@ -1,0 +1,35 @@
+"""After the choice, before the cut: layers that read removed channels are refit in one step.
+
+A removed channel is approximated, position by position, from the kept ones, x_d = A x_k with A = H_kk^-1 H_kd of the
+inputs' second moments H, and its weights are added to theirs: W_k += W_d A^T. That is the least-squares answer for a
+Linear layer (He et al., Channel Pruning, 2017), works for kernels of any size, and needs one pass and C x C numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparsebit.sparse.cut.masks import owner_of
+from sparsebit.sparse.cut.surgery import Cut
+from sparsebit.sparse.sparsers import base
+
+
+@torch.no_grad()
+def refit(cut: Cut, oprs: dict[str, Any]) -> None:
+    """Change the weights of the layers that read what `cut` removes, where data was seen."""
+    for part in cut.walk.slices.values():
+        opr, name = owner_of(part.path, oprs)
+        if opr is None or name != "weight" or part.produces or part.axis != base.in_axis(opr):
+            continue
+        h = opr.moments.matrix() if getattr(opr, "moments", None) is not None else None
+        kept = cut.keeps(part.labels)
+        if h is None or bool(kept.all()) or not bool(kept.any()) or len(h) != len(kept):
+            continue
+        kept = kept.to(h.device)
+        mixing = torch.linalg.solve(h[kept][:, kept], h[kept][:, ~kept])
+        weight = opr.weight.detach().double().movedim(part.axis, 0)
+        weight[kept] += torch.tensordot(mixing, weight[~kept], 1)
+        weight[~kept] = 0
+        opr.weight.copy_(weight.movedim(0, part.axis))

@@ -1,0 +1,122 @@
+"""From a user's model to the graph that is labelled, masked and cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from sparsebit.errors import SparsebitError
+from sparsebit.graph.inputs import guard_inputs
+from sparsebit.graph.islands import Island, as_one_node, warn_of
+from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace, unwrapped
+from sparsebit.graph.training import set_training, training_flags
+from sparsebit.sparse.modules import SMODULE_MAP
+from sparsebit.sparse.trace.attention import OPEN
+from sparsebit.sparse.trace.batches import refuse_arrays
+from sparsebit.sparse.trace.graph_form import graph_form
+from sparsebit.sparse.trace.sharing import own_memory
+
+
+def call_of(example: Any) -> Call:
+    """`example` is a tensor, a tuple of arguments, a mapping of keyword arguments, or a call with both."""
+    refuse_arrays("example", example)
+    if isinstance(example, inspect.BoundArguments):
+        return example.args, example.kwargs
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    several = isinstance(example, tuple) and not isinstance(example, PackedSequence)
+    return (example if several else (example,)), {}
+
+
+def check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        raise SparsebitError(
+            f"model: {type(model).__name__} has no forward(); pass the module that is called"
+        )
+    if any(hasattr(module, "named_quantizers") for module in model.modules()):
+        raise SparsebitError(
+            "model: is a QuantModel already; prune the float model first, then quantize that"
+        )
+    _check_finite(model)
+
+
+def _check_finite(model: nn.Module) -> None:
+    """Of the layers that are masked, every weight; elsewhere -inf may be meant, as in a mask of attention."""
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is None or not p.is_floating_point() or p.is_meta or type(p) is not nn.Parameter:
+                continue
+            bad = int((p.isnan() if type(module) not in SMODULE_MAP else ~p.isfinite()).sum())
+            if bad:
+                where = f"{path}.{name}".lstrip(".")
+                raise SparsebitError(
+                    f"{where}: {bad} of {p.numel()} values are NaN or infinite; take another checkpoint"
+                )
+
+
+def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
+    """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    gm = guarded(simplified(first_graph(model, example), example))
+    own_memory(gm)
+    return gm
+
+
+def first_graph(model: nn.Module, example: Call | None) -> fx.GraphModule:
+    """The graph as the forward is written."""
+    model = unwrapped(model)
+    check_model(model)
+    known = lambda op: op in SMODULE_MAP or op in OPEN
+    gm = trace(model, LeafTracer(is_known=known, decides=True), example)
+    warn_of(gm.meta["islands"])
+    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *gm.meta["unread"]]  # of a merged one
+    gm.meta["training"] = training_flags(gm) | training_flags(model)
+    return gm
+
+
+def simplified(gm: fx.GraphModule, example: Call | None) -> fx.GraphModule:
+    """In the form that channel rules know; what that is, an example must show."""
+    if example is None:
+        return gm
+    known = {key: gm.meta[key] for key in ("fixed", "unread", "training")}
+    gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
+    gm.meta.update(known)
+    set_training(gm, gm.meta["training"])
+    return gm
+
+
+def guarded(gm: fx.GraphModule) -> fx.GraphModule:
+    """It refuses inputs that it would ignore."""
+    for node in gm.graph.nodes:
+        node.type = None  # annotations as strings cannot be pickled
+    guard_inputs(gm, gm.meta["fixed"])
+    return gm
+
+
+def first_is_optional(model: nn.Module) -> bool:
+    """`forward(self, input_ids=None)`: a trace without an example would make a constant of what is always given."""
+    check_model(model)
+    inputs = list(inspect.signature(model.forward).parameters.values())
+    return bool(inputs) and inputs[0].default is None
+
+
+def has_optional(gm: fx.GraphModule) -> bool:
+    """Whether the graph, traced without an example, refuses inputs that calls may well give."""
+    return any(value is None or value == {} for value in gm.meta["fixed"].values())
+
+
+def one_node(model: nn.Module, why: str) -> fx.GraphModule:
+    """The model as it is, for calls of any form; only the layers inside are known."""
+    gm = as_one_node(own_copy(model))
+    signature = inspect.signature(model.forward)
+    gm.meta.update(islands={"": Island("", why, "")}, unread=[], fixed={}, signature=signature)
+    gm.meta["training"] = training_flags(model)
+    for node in gm.graph.nodes:
+        node.meta["path"] = ""
+    return gm
