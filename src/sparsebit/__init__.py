@@ -82,7 +82,7 @@ def quantize(
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
     progress  show a progress bar; None: only on a terminal.
     """
-    from sparsebit.graph.feeding import first_of
+    from sparsebit.graph.run.batches import first_of
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.auto_trace import has_other_sizes
 

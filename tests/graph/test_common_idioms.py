@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 import sparsebit
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.tracer import LeafTracer
 from sparsebit.sparse.sparse_model import SparseModel
 from sparsebit.sparse.trace.front_end import call_of
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.tracer import LeafTracer
 
 
 def decided(net: nn.Module, *args, **kwargs):

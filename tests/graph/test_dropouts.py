@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.tracer import LeafTracer
 
 X = torch.linspace(-1, 1, 2 * 3 * 4 * 4).reshape(2, 3, 4, 4)
 

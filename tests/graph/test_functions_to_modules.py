@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.simplify.fold_constants import fold_constants
 from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.tracer import LeafTracer
 
 PASSES = [fold_constants, functions_to_modules]
 

@@ -6,9 +6,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device
-from sparsebit.graph.lanes import Lane, Store
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.run.batches import as_iterable
+from sparsebit.graph.run.calls import Call, to_device
+from sparsebit.graph.run.lanes import Lane
+from sparsebit.graph.run.signature import signature_of
+from sparsebit.graph.run.stores import Store
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.tracer import LeafTracer
 
 
 class Tagger(nn.Module):
@@ -66,7 +70,7 @@ def test_lanes_keep_them_anywhere():
 def test_one_is_one_input():
     packed = pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     signature = signature_of(nn.GRU(4, 6))
-    assert as_call(packed, signature)[0][0] is packed and as_iterable(packed) == [packed]
+    assert Call.of(packed, signature)[0][0] is packed and as_iterable(packed) == [packed]
 
 
 def test_sizes_stay_on_the_cpu():

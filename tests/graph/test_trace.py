@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from models import Checks
 from sparsebit.errors import TraceError
-from sparsebit.graph.inputs import guard_inputs
-from sparsebit.graph.trace import LeafTracer, trace
+from sparsebit.graph.trace.from_module import trace
+from sparsebit.graph.trace.guards import guard_inputs
+from sparsebit.graph.trace.tracer import LeafTracer
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from sparsebit.errors import TraceError
-from sparsebit.graph import feeding
-from sparsebit.graph.feeding import Call
+from sparsebit.graph.run import calls
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.quantization import QuantModel
 
 X, Y = torch.randn(3, 4), torch.randn(3, 4)
@@ -206,18 +207,18 @@ SAID = (
     (torch.tensor([0, 1, 2]), "INFO"),  # classes, as every DataLoader gives them
 ])  # fmt: skip
 def test_what_is_left_of_a_tuple_is_said_once(second, level, caplog):
-    feeding._say.cache_clear()
+    calls._report_once.cache_clear()
     caplog.set_level(logging.INFO, "sparsebit")
     for _ in range(3):
-        args, _ = feeding.as_call((X, second), feeding.signature_of(Masked()))
+        args, _ = calls.Call.of((X, second), signature_of(Masked()))
         assert args == (X,)
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [(level, SAID)]
 
 
 @pytest.mark.parametrize("batch", [(X,), (X, Y), {"picture": X, "silence": Y}, X])
 def test_nothing_is_said_where_nothing_is_unclear(batch, caplog):
-    feeding._say.cache_clear()
+    calls._report_once.cache_clear()
     caplog.set_level(logging.INFO, "sparsebit")
     model = nn.Linear(4, 4) if isinstance(batch, tuple) and len(batch) == 2 else Masked()
-    feeding.as_call(batch, feeding.signature_of(model))
+    calls.Call.of(batch, signature_of(model))
     assert not caplog.records

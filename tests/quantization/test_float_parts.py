@@ -12,7 +12,7 @@ from torch import nn
 
 import sparsebit
 from models import sqnr
-from sparsebit.graph.grouped import grouped_mm
+from sparsebit.graph.export.experts import grouped_mm
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.tools.costs import macs_quantized
 

@@ -7,22 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
-from sparsebit.graph.feeding import as_call, targets_of, to_device
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from sparsebit.graph.run.calls import Call, targets_of
 
 
 def call_of(batch: Any, signature: inspect.Signature, device: torch.device | None) -> Call:
     """A batch in any form, as the arguments of one forward, in the order of the signature, on the device."""
-    args, kwargs = as_call(batch, signature)
-    kwargs = {name: kwargs[name] for name in (*signature.parameters, *kwargs) if name in kwargs}
-    detached = pytree.tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
-    call: Call = detached if device is None else to_device(detached, device)
-    return call
+    return Call.of(batch, signature).in_order_of(signature).map(Tensor.detach).to(device)
 
 
 def as_batches(batches: Any) -> list[Any]:
@@ -52,9 +46,3 @@ def some_calls_of(batches: Any, signature: inspect.Signature, device: torch.devi
     if not any(t.numel() for t in tensors):
         raise ExportError("batches: are empty, so there is nothing to compare; give at least one")
     return calls
-
-
-def called(model: nn.Module, call: Call) -> Any:
-    """What the model answers; on copies, because an in-place op may come first."""
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, call)
-    return model(*args, **kwargs)

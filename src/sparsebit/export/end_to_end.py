@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.export import runtime
-from sparsebit.export.calls import Call, called
 from sparsebit.export.parts import Part, Parts
 from sparsebit.export.runtime import Array
+from sparsebit.graph.run.calls import Call
 
 FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
 NOISE = 1e-5
@@ -270,12 +270,12 @@ def answers(
     """
     layers = list(layers)
     for call in calls:
-        expected = runtime.torch_outputs(called(model, call))
+        expected = runtime.torch_outputs(call.run(model))
         got = runtime.run(loaded, runtime.feeds(loaded, *call))
         moved = []
         for seed in range(DRAWS):
             with disturbed_lookups(layers, seed):
-                moved.append(runtime.torch_outputs(called(model, disturbed(call, seed))))
+                moved.append(runtime.torch_outputs(disturbed(call, seed).run(model)))
         yield expected, got, moved
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.export import runtime
-from sparsebit.export.calls import Call, called
 from sparsebit.export.end_to_end import check_output
 from sparsebit.export.runtime import Array
 from sparsebit.export.to_onnx import modules_around
+from sparsebit.graph.run.calls import Call
 
 
 class _Values(fx.Interpreter):
@@ -45,7 +45,7 @@ def first_difference(model: nn.Module, program: Any, file: Path, call: Call, rou
     copy = pytree.tree_map_only(Tensor, torch.clone, call)
     found = traced.run(*pytree.tree_leaves(copy), enable_io_processing=False)
     mine = runtime.torch_outputs(found)
-    if check_output(runtime.torch_outputs(called(model, call)), mine) > rounding:
+    if check_output(runtime.torch_outputs(call.run(model)), mine) > rounding:
         return (
             "the tracing of the model, before ONNX: its code computes something else when torch.export runs it. "
             "Sizes or values of tensors may decide what it does: write that with torch.where or torch.cond"

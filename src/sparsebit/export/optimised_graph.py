@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from sparsebit.export import runtime
-from sparsebit.export.calls import Call
 from sparsebit.export.runtime import Array
 from sparsebit.export.wrong_kernels import WRONG_KERNELS
+from sparsebit.graph.run.calls import Call
 
 JUMP = 10.0  # dB: so far above its inputs, a tensor was computed wrongly
 AUDIBLE = (-40.0, -60.0, -80.0)  # dB: the loudest jumps first; what is below the last is rounding

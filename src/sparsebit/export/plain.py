@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files, runtime
-from sparsebit.export.calls import Call, as_batches, call_of, called, calls_of, some_calls_of, target_shapes
+from sparsebit.export.calls import as_batches, call_of, calls_of, some_calls_of, target_shapes
 from sparsebit.export.end_to_end import (
     Comparison,
     Rows,
@@ -36,7 +36,8 @@ from sparsebit.export.report import ExportReport, settle
 from sparsebit.export.runtime import Array
 from sparsebit.export.to_onnx import quiet, require, to_program
 from sparsebit.export.types import exporter_opset
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.run.modes import evaluating
 
 BFLOAT16 = (torch.bfloat16,)  # float16 stays: without quantizers onnxruntime computes in it
 QUIET_SIZE = 1e-2  # of the largest value: smaller parts of an output round like values of this size
@@ -154,7 +155,7 @@ def export_module(
     kind = half_type(model, BFLOAT16)
     if kind is not None:
         model, dummy, more = float_copy(model), in_float(dummy), in_float(more)
-    signature, device = inspect.signature(model.forward), _device_of(model)
+    signature, device = inspect.signature(model.forward), device_of(model)
     call = call_of(dummy, signature, device)
     with torch.no_grad(), evaluating(model):
         _check_runs(model, call)
@@ -202,7 +203,7 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
     if kind is not None:
         model, batches = float_copy(model), in_float(batches)
     signature = inspect.signature(model.forward)
-    calls = some_calls_of(batches, signature, _device_of(model))
+    calls = some_calls_of(batches, signature, device_of(model))
     with torch.no_grad(), evaluating(model):
         certificate = certify(model, None, path, calls, target_shapes(batches, signature))
     opset = next(found.version for found in proto.opset_import if not found.domain)
@@ -231,15 +232,10 @@ def _check_model(model: Any) -> None:
         raise ExportError(f"model: expected an nn.Module that is not scripted, got {type(model).__name__}")
 
 
-def _device_of(model: nn.Module) -> torch.device | None:
-    """Where the model is; of one without numbers, wherever its inputs are."""
-    return next((t.device for t in (*model.parameters(), *model.buffers())), None)
-
-
 def _check_runs(model: nn.Module, call: Call) -> None:
     """A dummy that the model cannot take, or answers that no file could give, are no fault of the exporter."""
     try:
-        first, second = called(model, call), called(model, call)
+        first, second = call.run(model), call.run(model)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:600]}"
         raise ExportError(f"dummy: the model does not run on it: {reason}") from error

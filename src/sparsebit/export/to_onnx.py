@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export.operands import CommonType
-from sparsebit.graph.feeding import ANYTHING
 from sparsebit.graph.islands import with_named_inputs
+from sparsebit.graph.run.signature import ANYTHING
 
 RECURRENT = ("torch.nn.modules.rnn", "torch.nn.utils.rnn")
 PADDED = (

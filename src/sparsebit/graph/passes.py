@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import GraphError
 from sparsebit.graph.rewrite import remove_dead_code, remove_unused_modules
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.modes import evaluating
 
 log = logging.getLogger("sparsebit")
 

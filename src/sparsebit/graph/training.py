@@ -1,49 +1,6 @@
-"""Training flags of modules: eval mode for a while, the flags of one model for another, numbers that follow them."""
+"""Moved to sparsebit.graph.run.modes."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from torch import nn
-
-
-class Rate(nn.Module):
-    """The rate of a dropout that is no module: `p` in training, else none. A leaf of traces."""
-
-    bookkeeping = True
-
-    def __init__(self, p: float):
-        super().__init__()
-        self.p = p
-
-    def forward(self) -> float:
-        return self.p if self.training else 0.0
-
-    def extra_repr(self) -> str:
-        return str(self.p)
-
-
-@contextmanager
-def evaluating(model: nn.Module, training: bool = False) -> Iterator[None]:
-    """Inside, the model is not in training, or all of it is; afterwards every module is as it was."""
-    flags = {m: m.training for m in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
-
-
-def training_flags(model: nn.Module) -> dict[str, bool]:
-    """Of every module, by its path."""
-    return {path: module.training for path, module in model.named_modules()}
-
-
-def set_training(model: nn.Module, flags: dict[str, bool]) -> None:
-    """What has no flag gets that of the module it is in."""
-    for path, module in model.named_modules():
-        while path not in flags:
-            path = path.rpartition(".")[0]
-        module.training = flags[path]
+from sparsebit.graph.run.modes import evaluating as evaluating
+from sparsebit.graph.run.modes import set_training as set_training
+from sparsebit.graph.run.modes import training_flags as training_flags
+from sparsebit.graph.trace.dropout import Rate as Rate

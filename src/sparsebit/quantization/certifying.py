@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from sparsebit.export import openvino_runtime, runtime
-from sparsebit.export.calls import Call, called
 from sparsebit.export.certify import Certificate, QuantizerCheck
 from sparsebit.export.end_to_end import (
     AS_USERS_RUN_IT,
@@ -30,7 +29,8 @@ from sparsebit.export.marks import Mark
 from sparsebit.export.optimised_graph import first_wrong_tensor
 from sparsebit.export.report import ExportReport
 from sparsebit.export.runtime import Array
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.modes import evaluating
 from sparsebit.numeric import fake_quantize
 from sparsebit.quantization.exporting import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
@@ -213,7 +213,7 @@ def check_end_to_end(
                 plain.add(names, expected, runtime.run(as_loaded, runtime.feeds(as_loaded, *call)))
             certificate.add_moved(names, expected, moved)
             with quant_mode(gm):
-                floating = runtime.torch_outputs(called(gm, call))
+                floating = runtime.torch_outputs(call.run(gm))
             certificate.quantization.add(names, floating, expected)
     return plain
 

@@ -23,8 +23,8 @@ from sparsebit.export.marks import Mark, emit
 from sparsebit.export.precision import float_copy, half_type, in_float, note_of
 from sparsebit.export.report import UNCALIBRATED, ExportReport, settle
 from sparsebit.export.to_onnx import require, to_onnx
-from sparsebit.graph.feeding import signature_of
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.modes import evaluating
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.numeric import QParams, fake_quantize
 from sparsebit.numeric.pair_sums import needs_rule
 from sparsebit.numeric.spec import channel_axis

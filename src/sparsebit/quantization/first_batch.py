@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from sparsebit.graph.inputs import differs
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.trace.guards import differs
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.layers import below_root, names_of
 

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError, TraceError
-from sparsebit.graph.feeding import as_call, to_device
-from sparsebit.graph.inputs import as_traced, make_unread_optional
-from sparsebit.graph.trace import Call, trace, unwrapped
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.trace.from_module import trace, unwrapped
+from sparsebit.graph.trace.guards import as_traced, make_unread_optional
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quant_tracer import QTracer
 
@@ -27,7 +27,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
         raise ConfigError(f"trace: {front_end!r} is not one of {', '.join(FRONT_ENDS)}")
     model = unwrapped(model)
     if isinstance(model, torch.export.ExportedProgram) or _is_exported(model):
-        from sparsebit.graph.exported import from_exported
+        from sparsebit.graph.export.from_export import from_exported
 
         return _finished(from_exported(model))
     if not isinstance(model, nn.Module) or hasattr(model, "named_quantizers"):
@@ -37,7 +37,9 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
             else "a QuantModel already"
         )
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
-    call = None if example is None else _on_device(as_call(example, inspect.signature(model.forward)), model)
+    call = None
+    if example is not None:
+        call = Call.of(example, inspect.signature(model.forward)).to(device_of(model))
     if front_end != "export":
         return _by_fx(model, config, call)
     if call is None:
@@ -48,7 +50,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
 
 
 def _by_export(model: nn.Module, call: Call) -> fx.GraphModule:
-    from sparsebit.graph.exported import trace_export
+    from sparsebit.graph.export.from_export import trace_export
 
     gm = _finished(trace_export(model, call[0], dict(call[1])))
     gm.meta["signature"] = inspect.signature(model.forward)
@@ -77,12 +79,6 @@ def _finished(gm: fx.GraphModule) -> fx.GraphModule:
     gm.meta.setdefault("islands", {})
     gm.meta.setdefault("fixed", {})
     return gm
-
-
-def _on_device(call: Call, model: nn.Module) -> Call:
-    device = next((p.device for p in model.parameters()), None)
-    moved: Call = call if device is None else to_device(call, device)
-    return moved
 
 
 def refuse_other_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from sparsebit.errors import CalibrationError, TraceError
 from sparsebit.graph.draw import to_mermaid
-from sparsebit.graph.feeding import Call, as_call, signature_of
-from sparsebit.graph.inputs import with_unread
 from sparsebit.graph.islands import Island, warn_of
 from sparsebit.graph.passes import GraphPass, PassReport, run_passes
 from sparsebit.graph.pickling import Picklable
-from sparsebit.graph.signature import show_signature
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.run.signature import show_signature, signature_of
+from sparsebit.graph.trace.guards import with_unread
 from sparsebit.quantization import qat
 from sparsebit.quantization.auto_trace import choose_front_end
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
@@ -241,7 +241,7 @@ class QuantModel(nn.Module):
         self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None
     ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y))."""
-        from sparsebit.graph.feeding import feed
+        from sparsebit.graph.run.batches import feed
 
         self.prepare_calibration(asym=asym)
         try:
@@ -315,7 +315,7 @@ class QuantModel(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the model lives; config.DEVICE until it has a parameter to ask."""
-        return next((p.device for p in self.model.parameters()), torch.device(self.cfg.device))
+        return device_of(self.model) or torch.device(self.cfg.device)
 
     # -- files ---------------------------------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
@@ -420,7 +420,7 @@ class QuantModel(nn.Module):
         from sparsebit.quantization.exporting import export_onnx
 
         if self._waiting is not None:  # no batch has come yet
-            self._decide_inputs(*as_call(dummy_data, signature_of(self)))
+            self._decide_inputs(*Call.of(dummy_data, signature_of(self)))
         return export_onnx(
             self,
             dummy_data,

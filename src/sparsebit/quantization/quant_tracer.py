@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsebit.graph.tracer import LeafTracer
+from sparsebit.graph.trace.tracer import LeafTracer
 from sparsebit.quantization.modules import is_known
 
 

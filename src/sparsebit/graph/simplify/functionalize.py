@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from sparsebit.graph.ops import INPLACE_OPERATORS, argument, module_of, op_of, writes_input
 from sparsebit.graph.passes import graph_pass
-from sparsebit.graph.tracer import forward_owner
+from sparsebit.graph.trace.tracer import forward_owner
 
 FRESH = frozenset(  # ops whose result is memory of its own
     {

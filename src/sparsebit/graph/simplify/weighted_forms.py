@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.grouped import Experts, grouped_mm
+from sparsebit.graph.export.experts import Experts, grouped_mm
 from sparsebit.graph.ops import ADDS, is_op, op_of
 
 Made = tuple[type[nn.Module], dict[str, Any]]  # a class and its options

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.ops import module_calls, module_of, op_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name
-from sparsebit.graph.tracer import forward_owner
+from sparsebit.graph.trace.tracer import forward_owner
 
 ADDS = (operator.add, torch.add, torch.Tensor.add)
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.tracer import forward_owner
+from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.quantization.modules.base import (
     QMODULE_MAP,
     MultipleInputsQuantOpr,

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from sparsebit.export.integer_kernels import why_float_grids
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
-from sparsebit.graph.tracer import forward_owner
+from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.common import Backend, get_backend
 from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer

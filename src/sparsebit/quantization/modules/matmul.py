@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsebit.graph.grouped import Experts, grouped_mm
+from sparsebit.graph.export.experts import Experts, grouped_mm
 from sparsebit.quantization.modules.base import (
     MultipleInputsQuantOpr,
     Opr,

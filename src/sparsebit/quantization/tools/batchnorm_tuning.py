@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.modes import evaluating
 from sparsebit.quantization.modules import quant_mode
 from sparsebit.quantization.tools.batchnorm_folding import fold, override_folded
 
@@ -114,9 +114,8 @@ def _listening(gm: fx.GraphModule, tuned: list[_Tuned]) -> Iterator[None]:
             return
         in_float = True
         try:
-            args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
             with quant_mode(gm):
-                gm(*args, **kwargs)
+                Call(args, kwargs).run(gm)
         finally:
             in_float = False
 

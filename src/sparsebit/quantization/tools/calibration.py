@@ -11,9 +11,10 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.feeding import Call, own_call
-from sparsebit.graph.lanes import Batch, Lane, Store
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.lanes import Lane
+from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.tools.bias_correction import InputMean
@@ -68,7 +69,7 @@ class CalibrationRunner:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
         self.forwards += 1
         if self._rows < SAMPLES:
-            call = own_call(args, kwargs)
+            call = Call(args, kwargs).copy()
             self.samples.append(call)
             self._rows += rows_of(call)
         if self.store is None:
@@ -80,7 +81,7 @@ class CalibrationRunner:
             log.warning("calibration goes on, but asym=True will not work: %s", self.why_no_inputs)
             self.close()
 
-    def inputs(self) -> Sequence[Batch]:
+    def inputs(self) -> Sequence[Call]:
         """The inputs of all forwards so far."""
         if self.store is None:
             raise CalibrationError(f"the inputs are needed again, but {self.why_no_inputs}")

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.lanes import Lane
-from sparsebit.graph.macs import parts
+from sparsebit.graph.run.lanes import Lane
+from sparsebit.graph.run.macs import parts
 from sparsebit.quantization.modules import Opr
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.layers import as_calls, is_active, undisturbed

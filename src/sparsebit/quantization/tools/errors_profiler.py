@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.lanes import Batch, Lane, advance
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.lanes import Lane, advance
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.quantization.tools.layers import as_calls, is_active, names_of, switched_on, undisturbed
@@ -62,7 +63,7 @@ def chosen_quantizers(model: nn.Module) -> set[Quantizer]:
 class _QuantizedLane(Lane):
     """The view in which everything is quantized."""
 
-    def __init__(self, walk: _Walk, batches: Sequence[Batch], base: Lane):
+    def __init__(self, walk: _Walk, batches: Sequence[Call], base: Lane):
         super().__init__(walk.gm, batches, base=base, differs=walk.differs)
         self.walk = walk
 
@@ -120,8 +121,7 @@ class _Walk:
             self.in_quantized_view = True
             try:
                 with switched_on(quantizers):
-                    copied = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))
-                    self._queue(name).append(module(*copied[0], **copied[1]))
+                    self._queue(name).append(Call(args, kwargs).run(module))
             finally:
                 self.in_quantized_view = False
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.feeding import Call
 from sparsebit.graph.ops import inputs_of, module_calls, module_of
+from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import SMOOTH
 from sparsebit.quantization.modules import quant_mode
@@ -148,8 +148,7 @@ def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
 
 
 def _outputs(gm: fx.GraphModule, call: Call) -> list[Tensor]:
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (call.args, call.kwargs))
-    leaves = pytree.tree_leaves(gm(*args, **kwargs))
+    leaves = pytree.tree_leaves(call.run(gm))
     return [x.detach().double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
+from torch import fx, nn
 
-from sparsebit.graph.lanes import Batch
 from sparsebit.graph.ops import module_of
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.run.modes import evaluating
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.quantization.modules import Opr, QuantOpr
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Mode, Quantizer
@@ -89,15 +89,10 @@ def moves_values(module: nn.Module | None) -> bool:
     return isinstance(module, Opr) and module.moves_values
 
 
-def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Batch]:
+def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Call]:
     """Arguments of one forward for each batch, on the model's device."""
-    from sparsebit.graph.feeding import as_call, signature_of
-
-    signature = signature_of(gm)
-    device = next((p.device for p in gm.parameters()), None)
-    calls = [as_call(batch, signature) for batch in batches]
-    moved: list[Batch] = pytree.tree_map_only(Tensor, lambda x: x if device is None else x.to(device), calls)
-    return moved
+    signature, device = signature_of(gm), device_of(gm)
+    return [Call.of(batch, signature).to(device) for batch in batches]
 
 
 @contextmanager

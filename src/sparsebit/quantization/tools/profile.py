@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.lanes import Batch
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Mode, Quantizer
@@ -135,7 +135,7 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
 
     Runs the model once per layer and batch.
     """
-    from sparsebit.graph.feeding import tracked
+    from sparsebit.graph.run.progress import tracked
 
     gm: fx.GraphModule = qmodel.model
     calls = as_calls(gm, [batches] if isinstance(batches, (Tensor, Mapping)) else batches)
@@ -164,7 +164,7 @@ def _suggest(
     gm: fx.GraphModule,
     units: list[_Unit],
     found: list[tuple[LayerProfile, Fix | None]],
-    calls: list[Batch],
+    calls: list[Call],
     real: list[Any],
     total: float,
 ) -> tuple[tuple[str, ...], float | None]:
@@ -254,7 +254,7 @@ def _owned(module: nn.Module) -> list[tuple[Quantizer, QuantOpr]]:
 
 
 def _row(
-    gm: fx.GraphModule, unit: _Unit, calls: list[Batch], real: list[Any], limits: dict[str, Any]
+    gm: fx.GraphModule, unit: _Unit, calls: list[Call], real: list[Any], limits: dict[str, Any]
 ) -> tuple[LayerProfile, Fix | None]:
     effect, trial = Noise(), _Trial(unit, limits)
     for (args, kwargs), out in zip(calls, real):

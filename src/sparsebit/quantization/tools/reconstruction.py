@@ -10,19 +10,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.lanes import Batch, Lane, Store
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.lanes import Lane
+from sparsebit.graph.run.progress import wants_bar
+from sparsebit.graph.run.signature import signature_of
+from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.observers.ranks import world_size
 from sparsebit.quantization.quantizers.adaround import AdaRoundQuantizer
@@ -46,7 +48,7 @@ def needs_reconstruction(gm: fx.GraphModule) -> bool:
 
 def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
     """QuantModel.reconstruct: calibrate where nobody has, then reconstruct."""
-    from sparsebit.graph.feeding import as_call, as_iterable, feed, signature_of
+    from sparsebit.graph.run.batches import as_iterable, feed
 
     if not needs_reconstruction(qmodel.model):
         raise ConfigError("reconstruct(): no weight learns its rounding; set W.QUANTIZER.TYPE: adaround")
@@ -59,15 +61,14 @@ def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
         finally:
             qmodel._stop_calibration()
     qmodel.eval()
-    signature = signature_of(qmodel)
-    to_device = lambda x: x.to(qmodel.device)
-    calls = [pytree.tree_map_only(Tensor, to_device, as_call(batch, signature)) for batch in batches]
+    signature, device = signature_of(qmodel), qmodel.device
+    calls = [Call.of(batch, signature).to(device) for batch in batches]
     return reconstruct(qmodel.model, calls, **options)
 
 
 def reconstruct(
     gm: fx.GraphModule,
-    batches: Sequence[Batch],
+    batches: Sequence[Call],
     *,
     asym: bool = True,
     w_quant: bool = True,
@@ -120,7 +121,7 @@ class _Walk:
     """The lanes on their way through the graph, unit by unit."""
 
     def __init__(
-        self, gm: fx.GraphModule, batches: Sequence[Batch], store: Store, asym: bool, w: bool, a: bool
+        self, gm: fx.GraphModule, batches: Sequence[Call], store: Store, asym: bool, w: bool, a: bool
     ):
         self.gm, self.store, self.modes = gm, store, (w, a)
         self.float_lane = _Lane(gm, batches, store)
@@ -247,7 +248,7 @@ def _fingerprint(unit: Unit, walk: _Walk) -> str:
 @contextmanager
 def _bar(progress: bool | None, total: int) -> Iterator[Callable[[float, str], None]]:
     """A progress bar with the loss on terminals; `progress` True or False decides otherwise."""
-    if not (sys.stderr.isatty() if progress is None else progress):
+    if not wants_bar(progress):
         yield lambda done, text: None
         return
     from rich.console import Console

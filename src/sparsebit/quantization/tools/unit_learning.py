@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.lanes import Store
 from sparsebit.graph.ops import module_of
+from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 from sparsebit.quantization.quantizers.adaround import AdaRoundQuantizer, learn

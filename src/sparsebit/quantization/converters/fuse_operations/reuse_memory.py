@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from sparsebit.graph.ops import inputs_of, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
-from sparsebit.graph.trace import forward_owner
+from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
 from sparsebit.quantization.modules.base import QuantOpr
 from sparsebit.quantization.modules.conv import QConv2d, QConvTranspose2d

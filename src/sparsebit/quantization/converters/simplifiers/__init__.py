@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.simplify import SIMPLIFIERS
-from sparsebit.graph.trace import trace
+from sparsebit.graph.trace.from_module import trace
 from sparsebit.quantization.converters.tasks import passes_named
 
 __all__ = ["SIMPLIFIERS", "simplify"]

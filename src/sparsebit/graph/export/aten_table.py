@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from sparsebit.graph.grouped import grouped_mm
+from sparsebit.graph.export.experts import grouped_mm
 
 
 class Call(NamedTuple):

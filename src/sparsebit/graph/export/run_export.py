@@ -19,8 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.exported_io import Build, check_call, take_apart
-from sparsebit.graph.proving import same_outputs
+from sparsebit.graph.export.structures import Build, check_call, take_apart
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.compare import difference
 
 log = logging.getLogger("sparsebit")
 
@@ -122,17 +123,16 @@ def _agrees(exported: nn.Module, model: nn.Module, call: Any) -> bool:
     results = []
     for module in (model, exported):
         buffers = [(b, b.clone()) for b in module.buffers()]
-        args, kwargs = pytree.tree_map_only(Tensor, torch.clone, call)
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                results.append(pytree.tree_leaves(module(*args, **kwargs)))
+                results.append(pytree.tree_leaves(Call(*call).run(module)))
         except Exception:
             return module is model
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
-    return same_outputs(*results)
+    return difference(results[1], results[0]) is None
 
 
 def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:

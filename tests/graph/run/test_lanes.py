@@ -5,7 +5,8 @@ import torch
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.lanes import Lane, Store, advance
+from sparsebit.graph.run.lanes import Lane, advance
+from sparsebit.graph.run.stores import Store
 
 
 class Net(nn.Module):
@@ -30,7 +31,7 @@ def walk(gm, lane):
     peak, result = 0, None
     for node in gm.graph.nodes:
         lane.step(node)
-        peak = max(peak, lane.live())
+        peak = max(peak, sum(map(len, lane.values)))
         if node.op == "output":
             result = list(lane.outputs(node))
     return result, peak

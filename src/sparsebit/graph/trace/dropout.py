@@ -18,8 +18,8 @@ from torch import fx, nn
 
 from sparsebit.graph.ops import argument
 from sparsebit.graph.rewrite import fresh_name
-from sparsebit.graph.tracer import LeafTracer
-from sparsebit.graph.training import Rate, evaluating
+from sparsebit.graph.run.modes import evaluating
+from sparsebit.graph.trace.tracer import LeafTracer
 
 log = logging.getLogger("sparsebit")
 
@@ -36,6 +36,23 @@ MODULES: dict[Any, type[nn.Module]] = {
     torch.alpha_dropout: nn.AlphaDropout,
     torch.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }
+
+
+class Rate(nn.Module):
+    """The rate of a dropout that is no module: `p` in training, else none. A leaf of traces."""
+
+    bookkeeping = True
+    is_leaf = True
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.p = p
+
+    def forward(self) -> float:
+        return self.p if self.training else 0.0
+
+    def extra_repr(self) -> str:
+        return str(self.p)
 
 
 class Flag(int):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from sparsebit.graph.feeding import ANYTHING
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.signature import ANYTHING
 
-Shown = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of the example
 
-
-def called_as_shown(decorated: Any, inputs: list[Any], example: Shown | None) -> Callable[..., Any]:
+def called_as_shown(decorated: Any, inputs: list[Any], example: Call | None) -> Callable[..., Any]:
     """A function of a module and its `inputs`, proxies in the order of the signature, that calls a `decorated` forward
     as the example does: a decorator looks at what comes by position, what by name, and what does not come at all."""
     names = [str(proxy.node.target).lstrip("*") for proxy in inputs]

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from sparsebit.graph.branches import users_frame
-from sparsebit.graph.imports import untouched_imports
-from sparsebit.graph.proxies import has_proxy
-from sparsebit.graph.sequences import packing
+from sparsebit.graph.trace.branches import users_frame
+from sparsebit.graph.trace.imports import untouched_imports
+from sparsebit.graph.trace.packed import packing
+from sparsebit.graph.trace.proxies import has_proxy
 
 # torch.arange(x.shape[1]) and torch.finfo(x.dtype) have no tensor among their arguments
 FUNCTIONS = (

@@ -8,64 +8,15 @@ every value that does not differ between the two.
 from __future__ import annotations
 
 import inspect
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from sparsebit.errors import ConfigError
-
-Batch = tuple[tuple[Any, ...], Mapping[str, Any]]
-
-
-class Store:
-    """Where values wait: "device" (as they are), "cpu", or "disk" (a temporary folder, removed with the store)."""
-
-    def __init__(self, keep: str = "device"):
-        if keep not in ("device", "cpu", "disk"):
-            raise ConfigError(f"offload: {keep!r} is not one of device, cpu, disk")
-        self.keep = keep
-        self._folder = tempfile.TemporaryDirectory(prefix="sparsebit-") if keep == "disk" else None
-        self._count = 0
-
-    def put(self, value: Any) -> Any:
-        return value if self.keep == "device" else pytree.tree_map_only(Tensor, self._put_tensor, value)
-
-    def get(self, value: Any) -> Any:
-        is_kept = lambda v: isinstance(v, _Kept)
-        return pytree.tree_map(lambda v: v.load() if is_kept(v) else v, value, is_leaf=is_kept)
-
-    def _put_tensor(self, x: Tensor) -> Any:
-        if self._folder is None:
-            return _Kept(x.detach().cpu(), x.device, None)
-        self._count += 1
-        file = Path(self._folder.name) / f"{self._count}.pt"
-        torch.save(x.detach().cpu().clone(), file)  # clone: a view would drag its whole storage along
-        return _Kept(None, x.device, file)
-
-    def close(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-class _Kept:
-    """A tensor that waits elsewhere; its file goes with it."""
-
-    def __init__(self, value: Tensor | None, device: torch.device, file: Path | None):
-        self.value, self.device, self.file = value, device, file
-
-    def load(self) -> Tensor:
-        value = self.value if self.file is None else torch.load(self.file, weights_only=True)
-        assert value is not None
-        return value.to(self.device)
-
-    def __del__(self) -> None:
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.stores import Store
 
 
 class Lane:
@@ -78,7 +29,7 @@ class Lane:
     def __init__(
         self,
         gm: fx.GraphModule,
-        batches: Sequence[Batch],
+        batches: Sequence[Call],
         store: Store | None = None,
         base: Lane | None = None,
         differs: Callable[[fx.Node], bool] = lambda node: True,
@@ -138,14 +89,7 @@ class Lane:
         return getattr(self._interpreter, node.op)(node.target, args, kwargs)
 
     def _bound(self, i: int) -> dict[str, Any]:
-        args, kwargs = self._batches[i]
-        bound = inspect.signature(self.gm.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
-    def live(self) -> int:
-        """How many values are held now, over all batches."""
-        return sum(map(len, self.values))
+        return Call(*self._batches[i]).bind(inspect.signature(self.gm.forward))
 
 
 def advance(node: fx.Node, lanes: Sequence[Lane]) -> None:

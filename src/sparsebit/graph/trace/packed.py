@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.inputs import as_many
 from sparsebit.graph.ops import argument
-from sparsebit.graph.proxies import has_proxy
+from sparsebit.graph.trace.guards import as_many
+from sparsebit.graph.trace.proxies import has_proxy
 
 OF_LISTS: tuple[Any, ...] = (rnn.pack_sequence, rnn.pad_sequence)
 FUNCTIONS = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, *OF_LISTS)

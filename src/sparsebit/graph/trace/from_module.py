@@ -21,17 +21,15 @@ from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import TraceError
-from sparsebit.graph.dropouts import mark_rates, mark_switched, switched_to_modules
-from sparsebit.graph.islands import Island, Whole, alone, as_one_node, island
-from sparsebit.graph.no_grad import bracket_no_grad
-from sparsebit.graph.proving import disagreement, relax
-from sparsebit.graph.sequences import settle_lists
-from sparsebit.graph.tracer import LeafTracer, State, forward_owner
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.islands import Whole, alone, as_one_node, island
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.modes import evaluating
+from sparsebit.graph.trace.check import disagreement, relax
+from sparsebit.graph.trace.dropout import mark_rates, mark_switched, switched_to_modules
+from sparsebit.graph.trace.no_grad import bracket_no_grad
+from sparsebit.graph.trace.packed import settle_lists
+from sparsebit.graph.trace.tracer import LeafTracer, State
 
-__all__ = ["Call", "Island", "LeafTracer", "forward_owner", "trace"]
-
-Call = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of one forward
 log = logging.getLogger("sparsebit")
 SCRIPTED = (
     "is compiled TorchScript, which has no Python code left to trace; pass the nn.Module that it was made from (its "
@@ -39,7 +37,9 @@ SCRIPTED = (
 )
 
 
-def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> fx.GraphModule:
+def trace(
+    model: nn.Module, tracer: LeafTracer, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+) -> fx.GraphModule:
     """A GraphModule over a copy of `model`; every node carries `meta["path"]`, where it stands in the model.
 
     What cannot be traced becomes an island: a leaf that runs as it is, in the worst case the whole model;
@@ -52,8 +52,9 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     `F.dropout(..., training=self.training)` is a module that has such a flag.
     """
     signature = inspect.signature(model.forward)
-    inputs = _inputs(signature, example)
-    tracer.example, tracer.shown = {} if example is None else inputs, example
+    shown = None if example is None else Call(example[0], dict(example[1]))
+    inputs = _inputs(signature, shown)
+    tracer.example, tracer.shown = {} if shown is None else inputs, shown
     for stays, as_shown in _ways(inputs, type(model)):
         if as_shown and tracer.islands and "" not in tracer.islands:
             break  # called with all that it takes, most of it is traced
@@ -63,8 +64,8 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
         if graph is not None:
             gm = fx.GraphModule(copied, graph, type(model).__name__)
             switched_to_modules(gm, copied)
-            relax(gm, copied, example)
-            wrong = disagreement(gm, copied, example)
+            relax(gm, copied, shown)
+            wrong = disagreement(gm, copied, shown)
             if wrong is not None:
                 tracer.islands = {"": wrong}
                 graph = None
@@ -77,7 +78,7 @@ def trace(model: nn.Module, tracer: LeafTracer, example: Call | None = None) -> 
     read = {id(p) for p in gm.parameters()}
     gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
-    unsaid = _unsaid(signature, example) if tracer.as_shown else {}
+    unsaid = _unsaid(signature, shown) if tracer.as_shown else {}
     gm.meta["fixed"] = {} if graph is None else _fixed(signature, {**unsaid, **tracer.inputs})
     for node in gm.graph.nodes:
         node.meta["path"] = _path_of(node, gm)
@@ -118,11 +119,9 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
     """By name, what is known of the inputs: all of the example's, or the defaults."""
     if example is not None:
         try:
-            bound = signature.bind(*example[0], **example[1])
+            return example.bind(signature)
         except TypeError as error:
             raise TraceError(f"the example does not fit forward{signature}: {error}") from None
-        bound.apply_defaults()
-        return dict(bound.arguments)
     known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
     defaults = {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
     if len(defaults) < len(known):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.aten_table import translate
-from sparsebit.graph.exported_io import (
+from sparsebit.graph.export.aten_table import translate
+from sparsebit.graph.export.run_export import run_export
+from sparsebit.graph.export.structures import (
     Build,
     InputCheck,
     PackOutputs,
@@ -27,9 +28,8 @@ from sparsebit.graph.exported_io import (
     is_plain,
     leaves_of,
 )
-from sparsebit.graph.no_grad import bracket_no_grad
-from sparsebit.graph.run_export import run_export
-from sparsebit.graph.trace import own_copy
+from sparsebit.graph.trace.from_module import own_copy
+from sparsebit.graph.trace.no_grad import bracket_no_grad
 
 __all__ = ["from_exported", "is_exported", "trace_export"]
 

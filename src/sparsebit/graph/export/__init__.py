@@ -1,0 +1,1 @@
+"""A module becomes a graph through torch.export."""
