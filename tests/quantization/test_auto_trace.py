@@ -75,7 +75,7 @@ def test_there_is_no_second_trace_without_islands_or_without_an_example(monkeypa
     def refuse(*args: object) -> None:
         raise AssertionError("torch.export was called")
 
-    monkeypatch.setattr("sparsebit.graph.exported.run_export", refuse)
+    monkeypatch.setattr("sparsebit.graph.export.from_export.run_export", refuse)
     x = torch.randn(2, 3, 8, 8)
     assert QuantModel(small_net(), example=x).front_end == "fx"
     assert CHOICE not in QuantModel(small_net(), example=x).model.meta
