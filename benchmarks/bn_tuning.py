@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import assets
 import sparsebit
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.tools.batchnorm_tuning import batchnorm_tuning
+from sparsebit.quantization.calibration.batchnorm_tuning import batchnorm_tuning
 
 EIGHT = [{name: ["QUANTIZER.BIT", 8] for name in ("conv1", "linear")}]
 CLASSIC = {"W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}

@@ -7,7 +7,7 @@ One row per width and size: microseconds of three pairs (convolution of 1 x 1, a
 
 float      as a float model
 integer    QLinearConv, and the activation as a table and a product (converters/open_gates.py)
-product    the 1 x 1 as an integer Gemm with float output; activation and depthwise in float (tools/float_forms.py)
+product    the 1 x 1 as an integer Gemm with float output; activation and depthwise in float (converters/float_forms.py)
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Chain:
         slope = {"alpha": 1 / 6, "beta": 0.5} if self.act == "hardswish" else {}
         if (
             self.form == "integer" and self.act == "hardswish"
-        ):  # a table, as export/integer_forms.py writes it
+        ):  # a table, as export/onnx/integer_forms.py writes it
             gate = self.node("LeakyRelu", [x], alpha=1.0)
         else:
             gate = self.node("HardSigmoid" if slope else "Sigmoid", [x], **slope)

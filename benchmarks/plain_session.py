@@ -147,7 +147,7 @@ def expose_codes(file: Path) -> None:
     import onnx
     import onnx.helper
 
-    from sparsebit.export.optimised_graph import optimised
+    from sparsebit.export.certificate.optimised_graph import optimised
 
     model = optimised(file)
     codes = [

@@ -135,7 +135,7 @@ def speed(net: nn.Module, small: nn.Module) -> dict[str, float]:
     """How many times fewer MACs, and how many times faster in torch and in onnxruntime."""
     import onnxruntime as ort
 
-    from sparsebit.export.plain import export_module
+    from sparsebit.export.export_module import export_module
 
     x = torch.randn(32, 3, 32, 32)
     options = ort.SessionOptions()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 XGETBV, AND_EXTEND = b"\x0f\x01\xd0", b"\x89\xc0"  # xgetbv; mov eax, eax
 AVX_ONLY = 0b111  # x87, SSE and AVX state
-PROBE = "from sparsebit.export.wrong_kernels import cuts_sums; print(cuts_sums())"
+PROBE = "from sparsebit.export.kernels.wrong_kernels import cuts_sums; print(cuts_sums())"
 
 
 def patched(code: bytes) -> tuple[bytes, int]:

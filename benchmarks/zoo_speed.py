@@ -45,7 +45,7 @@ def write(name: str, place: Path) -> dict[str, Any]:
     import torch
 
     import sparsebit
-    from sparsebit.export.runtime import kernels
+    from sparsebit.export.certificate.runtime import kernels
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

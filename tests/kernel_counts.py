@@ -6,7 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
-from sparsebit.quantization.tools.constants import WHY_FLOAT
+from sparsebit.quantization.converters.constants import WHY_FLOAT
 
 PRODUCTS = {"MultiheadAttention": 2, "Attention": 2}  # queries by keys, probabilities by values
 WHOLE = {"AttentionFunction": 6}  # with its four projections

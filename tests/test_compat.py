@@ -333,7 +333,7 @@ class ConvNorm(nn.Module):
 
 
 def test_attributes_of_the_original():
-    from sparsebit.quantization.tools.calibration import CalibrationRunner
+    from sparsebit.quantization.calibration.runner import CalibrationRunner
     from sparsebit.quantization.tools.graph_wrapper import GraphVisitor
 
     qmodel = QuantModel(ConvNorm().eval(), qconfig())

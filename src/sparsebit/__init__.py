@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from sparsebit import llm
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel, qat
+    from sparsebit.quantization.analysis.preflight import Preflight
     from sparsebit.quantization.quant_config import QuantConfig
-    from sparsebit.quantization.tools.preflight import Preflight
     from sparsebit.sparse import SparseModel
 
 
@@ -84,7 +84,7 @@ def quantize(
     """
     from sparsebit.graph.run.batches import first_of
     from sparsebit.quantization import QuantModel
-    from sparsebit.quantization.auto_trace import has_other_sizes
+    from sparsebit.quantization.trace.auto_trace import has_other_sizes
 
     if trace == "auto" and has_other_sizes(batches):
         trace = "fx"
@@ -174,9 +174,9 @@ def verify(onnx_path: Any, model: Any, batches: Any) -> ExportReport:
 
     Of an ordinary model, pruned or not, the outputs are compared.
     """
-    from sparsebit.export.plain import verify_module
+    from sparsebit.export.export_module import verify_module
     from sparsebit.quantization import QuantModel
-    from sparsebit.quantization.exporting import verify as check
+    from sparsebit.quantization.export import verify as check
 
     return (check if isinstance(model, QuantModel) else verify_module)(onnx_path, model, batches)
 

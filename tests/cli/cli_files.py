@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsebit.cli.models import load_model
-from sparsebit.export import runtime
+from sparsebit.export.certificate import runtime
 
 NET = """
 import torch

@@ -119,7 +119,7 @@ def test_an_export_that_fails_costs_only_the_file(sparsebit, work, monkeypatch):
 def test_a_wrong_file_is_on_the_page_and_kept_apart(sparsebit, work, monkeypatch):
     """What onnxruntime computes is made wrong: exit code 1, a red card, no file under the name that was asked for."""
     pytest.importorskip("onnxruntime")
-    from sparsebit.export import runtime
+    from sparsebit.export.certificate import runtime
 
     right = runtime.run
     with monkeypatch.context() as patch:
@@ -142,7 +142,7 @@ def test_a_wrong_file_is_on_the_page_and_kept_apart(sparsebit, work, monkeypatch
 
 def test_verify_says_in_its_first_line_what_does_not_hold(sparsebit, work, monkeypatch):
     pytest.importorskip("onnxruntime")
-    from sparsebit.export import runtime
+    from sparsebit.export.certificate import runtime
 
     assert sparsebit("quantize net.py:build --data x.npy -o verified").code == 0
     right = runtime.run

@@ -13,7 +13,7 @@ from llm_files import tiny_llama
 from sparsebit import llm
 from sparsebit.cli.llm_options import TABLE
 from sparsebit.llm.methods import METHODS, SCALES, keywords
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.rtn import rtn
 
 OTHERWISE = {"model": "DIR", "batches": "--data", "save": "--output"}  # keywords that have another form
 needs_transformers = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from test_bad_inputs import refused
 
 import sparsebit as library
 from sparsebit.cli.slower import warn_if_slower
-from sparsebit.export import runtime
+from sparsebit.export.certificate import runtime
 
 MORE = """
 import torch

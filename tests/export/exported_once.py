@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sparsebit.export import to_onnx as exporter
-from sparsebit.quantization import exporting
+from sparsebit.export.onnx import to_onnx as exporter
+from sparsebit.quantization import export as exporting
 
 _known: dict[Any, bytes] = {}
 

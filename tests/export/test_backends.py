@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import sparsebit
 from models import images, small_net
 from sparsebit.errors import ExportError
-from sparsebit.export import runtime
 from sparsebit.export.backends import BACKENDS
-from sparsebit.export.marks import Mark, emit
-from sparsebit.export.openvino_runtime import OpenvinoSession
-from sparsebit.export.types import container, container_bits
+from sparsebit.export.certificate import runtime
+from sparsebit.export.certificate.openvino_runtime import OpenvinoSession
+from sparsebit.export.onnx.marks import Mark, emit
+from sparsebit.export.onnx.types import container, container_bits
 from sparsebit.numeric import QParams, QuantSpec
 
 onnx = pytest.importorskip("onnx")
@@ -219,7 +219,7 @@ def test_the_code_for_openvino_runs(tmp_path, monkeypatch):
 
 def test_openvino_is_optional(tmp_path, monkeypatch):
     export_once(monkeypatch, "net")
-    monkeypatch.setattr("sparsebit.export.openvino_runtime.installed", lambda: False)
+    monkeypatch.setattr("sparsebit.export.certificate.openvino_runtime.installed", lambda: False)
     qmodel = sparsebit.quantize(small_net(), images())
     report = qmodel.export_onnx(images()[0], str(tmp_path / "m.onnx"), backend="openvino")
     assert report.ok and "openvino" not in report.others and any("openvino" in note for note in report.notes)
@@ -239,7 +239,7 @@ def test_a_backend_of_the_user_is_named_in_yaml(tmp_path, monkeypatch):
         INTEGER_OPS = ("*Linear*",)
 
         def lower(self, model, marks):
-            from sparsebit.export.qdq import lower_marks
+            from sparsebit.export.onnx.qdq import lower_marks
 
             return lower_marks(model, marks)
 

@@ -10,7 +10,8 @@ import sparsebit
 from models import images, small_net
 from sparsebit import QuantConfig, QuantModel
 from sparsebit.errors import ExportError
-from sparsebit.export import files, to_onnx
+from sparsebit.export import files
+from sparsebit.export.onnx import to_onnx
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -30,7 +31,7 @@ def test_calibrated_in_part(tmp_path):
 
 
 def test_unwritable_paths(net, tmp_path, monkeypatch):
-    monkeypatch.setattr("sparsebit.quantization.exporting.to_onnx", None)  # refused before any work
+    monkeypatch.setattr("sparsebit.quantization.export.to_onnx", None)  # refused before any work
     for path, reason in ((tmp_path, "is a folder"), (tmp_path / "no/m.onnx", "does not exist")):
         with pytest.raises(ExportError, match=reason):
             net.export_onnx(images()[0], str(path))
@@ -55,7 +56,7 @@ def test_backends_can_be_listed_without_onnx():
 
     code = (
         "import sys; sys.modules.update(onnx=None, onnx_ir=None, onnxruntime=None, onnxscript=None)\n"
-        "import sparsebit.quantization.exporting as e; print(sorted(e.BACKENDS))"
+        "import sparsebit.quantization.export as e; print(sorted(e.BACKENDS))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "['onnxruntime', 'openvino', 'tensorrt', 'virtual']", out.stderr

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.export.end_to_end import class_axis
-from sparsebit.export.plain import export_module
+from sparsebit.export.certificate.end_to_end import class_axis
+from sparsebit.export.export_module import export_module
 
 
 @pytest.mark.parametrize(

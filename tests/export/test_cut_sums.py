@@ -13,8 +13,8 @@ from torch import nn
 import sparsebit
 from sparsebit import QuantConfig
 from sparsebit.errors import ExportError
-from sparsebit.export import integer_kernels, why_float
-from sparsebit.export.wrong_kernels import WRONG_KERNELS, cuts_sums, is_wrong
+from sparsebit.export.kernels import integer_kernels, why_float
+from sparsebit.export.kernels.wrong_kernels import WRONG_KERNELS, cuts_sums, is_wrong
 from sparsebit.numeric.pair_sums import breaks_rule
 from sparsebit.quantization.converters.fuse_operations import softmax_in_float
 

@@ -15,8 +15,9 @@ import sparsebit
 from models import images, small_net
 from sparsebit import QuantModel
 from sparsebit.errors import ExportError
-from sparsebit.export import files, runtime
+from sparsebit.export import files
 from sparsebit.export.backends.onnxruntime import OnnxruntimeBackend
+from sparsebit.export.certificate import runtime
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 onnx = pytest.importorskip("onnx")
@@ -139,9 +140,9 @@ def test_the_model_comes_back_as_it_was(net, tmp_path, monkeypatch, fails):
         net.export_onnx(x, str(tmp_path / "m.onnx"))
     else:
         places = {
-            "to_onnx": ("sparsebit.quantization.exporting.to_onnx", RuntimeError),
-            "lower": ("sparsebit.export.qdq.lower_marks", RuntimeError),
-            "certify": ("sparsebit.export.runtime.run", KeyboardInterrupt),
+            "to_onnx": ("sparsebit.quantization.export.to_onnx", RuntimeError),
+            "lower": ("sparsebit.export.onnx.qdq.lower_marks", RuntimeError),
+            "certify": ("sparsebit.export.certificate.runtime.run", KeyboardInterrupt),
         }
         where, error = places[fails]
 

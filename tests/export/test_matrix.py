@@ -10,8 +10,8 @@ from exported_once import export_once
 from torch import Tensor, nn
 
 from sparsebit import QuantConfig, QuantModel
-from sparsebit.export import runtime
-from sparsebit.export.types import SINCE
+from sparsebit.export.certificate import runtime
+from sparsebit.export.onnx.types import SINCE
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.export.certify import QUIET, Certificate
-from sparsebit.export.end_to_end import OutputNoise, check_output, disturbed
-from sparsebit.export.plain import export_module
+from sparsebit.export.certificate.end_to_end import OutputNoise, check_output, disturbed
+from sparsebit.export.certificate.quantized_model import QUIET, Certificate
+from sparsebit.export.export_module import export_module
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

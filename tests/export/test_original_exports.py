@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models import small_net
 from sparsebit.errors import CalibrationError, ExportError
-from sparsebit.export.plain import export_module
+from sparsebit.export.export_module import export_module
 from sparsebit.quantization import QuantModel, parse_qconfig
 
 onnx = pytest.importorskip("onnx")

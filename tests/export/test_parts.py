@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import sparsebit
 from sparsebit.errors import ExportError
-from sparsebit.export import integer_kernels, why_float
-from sparsebit.export.parts import parts_of
-from sparsebit.export.plain import export_module
-from sparsebit.export.wrong_kernels import is_wrong
+from sparsebit.export.certificate.parts import parts_of
+from sparsebit.export.export_module import export_module
+from sparsebit.export.kernels import integer_kernels, why_float
+from sparsebit.export.kernels.wrong_kernels import is_wrong
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -16,7 +16,7 @@ from sparsebit.quantization import QuantModel
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from sparsebit.export.runtime import kernels
+from sparsebit.export.certificate.runtime import kernels
 
 
 def conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1) -> nn.Module:

@@ -19,8 +19,10 @@ from torch.utils import _pytree as pytree
 import sparsebit
 from models import images, randomise, small_net
 from sparsebit.errors import ExportError
-from sparsebit.export import files, plain, runtime
-from sparsebit.export.plain import PlainCertificate, export_module
+from sparsebit.export import export_module as plain
+from sparsebit.export import files
+from sparsebit.export.certificate import runtime
+from sparsebit.export.export_module import PlainCertificate, export_module
 
 sys.path.append(str(Path(__file__).parent.parent / "sparse"))
 from channel_nets import ARCHITECTURES
@@ -307,7 +309,7 @@ def test_missing_packages(tmp_path, monkeypatch):
 def test_can_be_imported_without_onnx():
     code = (
         "import sys; sys.modules.update(onnx=None, onnx_ir=None, onnxruntime=None, onnxscript=None)\n"
-        "import sparsebit.export.plain as p; print(p.export_module.__name__)"
+        "import sparsebit.export.export_module as p; print(p.export_module.__name__)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert out.stdout.strip() == "export_module", out.stderr

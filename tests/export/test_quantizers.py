@@ -11,7 +11,7 @@ from torch import nn
 import sparsebit
 from models import images, small_net
 from sparsebit import QuantConfig, QuantModel
-from sparsebit.export import runtime
+from sparsebit.export.certificate import runtime
 from sparsebit.quantization.quantizers import Quantizer
 
 onnx = pytest.importorskip("onnx")

@@ -12,7 +12,7 @@ from sparsebit.llm.blocks import linears_of
 from sparsebit.llm.capture import capture
 from sparsebit.llm.lane import Lane
 from sparsebit.llm.statistics import collect
-from sparsebit.numeric.gptq import Statistics, gptq
+from sparsebit.numeric.solvers.gptq import Statistics, gptq
 
 
 def test_both_ways_to_say_it_give_the_same_weight():

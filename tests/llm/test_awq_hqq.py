@@ -18,10 +18,10 @@ from sparsebit.llm.capture import Call, capture
 from sparsebit.llm.lane import Lane
 from sparsebit.llm.smooth import Feeders, fold, norm_offset, row_maps
 from sparsebit.llm.statistics import sharing
-from sparsebit.numeric.awq import awq, awq_scales
-from sparsebit.numeric.gptq import Statistics
-from sparsebit.numeric.hqq import hqq, shrink
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.awq import awq, awq_scales
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.hqq import hqq, shrink
+from sparsebit.numeric.solvers.rtn import rtn
 
 
 # -- awq: the pure functions -----------------------------------------------------------------------------------

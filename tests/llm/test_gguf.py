@@ -20,7 +20,7 @@ from sparsebit.errors import ConfigError, ExportError, ReaderError
 from sparsebit.llm.gguf import GgufReport, certificate, export_gguf, pack, to_gguf
 from sparsebit.llm.gguf.packing import fit
 from sparsebit.numeric.quantized_weight import QuantizedWeight
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 
 if importlib.util.find_spec("transformers") is None:

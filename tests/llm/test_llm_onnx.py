@@ -10,7 +10,7 @@ from test_walk import tiny, tokens
 from sparsebit import llm
 from sparsebit.errors import ExportError
 from sparsebit.llm.onnx import layer_to_onnx, to_onnx
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 
 onnx = pytest.importorskip("onnx")

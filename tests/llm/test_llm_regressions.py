@@ -13,8 +13,8 @@ from test_walk import Strange, tiny, tokens
 from sparsebit import llm
 from sparsebit.llm import legacy
 from sparsebit.llm.linear import QuantLinear
-from sparsebit.numeric.gptq import Statistics, gptq
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.gptq import Statistics, gptq
+from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 
 

@@ -12,8 +12,8 @@ from test_walk import Strange, digest, tiny, tokens
 from sparsebit import llm
 from sparsebit.errors import ConfigError, ExportError
 from sparsebit.llm.methods import METHODS
-from sparsebit.numeric.gptq import Statistics
-from sparsebit.numeric.wanda import wanda
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.wanda import wanda
 
 SPEC = spec_of(8, True, None)
 

@@ -16,7 +16,7 @@ from sparsebit import llm
 from sparsebit.errors import ConfigError, SparsebitError
 from sparsebit.llm import qlora
 from sparsebit.llm.linear import QuantLinear
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 
 

@@ -162,7 +162,7 @@ def test_loading_into_the_wrong_model_is_refused(tmp_path):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_int4_kernel_and_dequantized_product_agree(symmetric, bias, rows):
-    from sparsebit.numeric.rtn import rtn
+    from sparsebit.numeric.solvers.rtn import rtn
 
     weight = torch.randn(32, 128)
     q = rtn(weight, None, QuantSpec(4, symmetric, 0, group=32))
@@ -177,7 +177,7 @@ def test_int4_kernel_and_dequantized_product_agree(symmetric, bias, rows):
 
 
 def test_quant_linear_keeps_its_state():
-    from sparsebit.numeric.rtn import rtn
+    from sparsebit.numeric.solvers.rtn import rtn
 
     layers = [
         llm.QuantLinear(rtn(torch.randn(16, 32), None, QuantSpec(3, False, 0, group=8))) for _ in range(2)

@@ -15,7 +15,7 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.llm.capture import capture
 from sparsebit.llm.rotate import Rotated
 from sparsebit.llm.sources import InMemory
-from sparsebit.numeric.rotation import hadamard, rotation
+from sparsebit.numeric.solvers.rotation import hadamard, rotation
 
 
 def test_hadamard_is_sylvesters():

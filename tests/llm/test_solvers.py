@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebit.errors import ConfigError
-from sparsebit.numeric.gptq import Statistics, damped, gptq, output_error, target_of
 from sparsebit.numeric.kernels import use_native
 from sparsebit.numeric.quantized_weight import QuantizedWeight
-from sparsebit.numeric.refine import best_codes, best_scales
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.gptq import Statistics, damped, gptq, output_error, target_of
+from sparsebit.numeric.solvers.refine import best_codes, best_scales
+from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 
 SCHEMES = [
@@ -124,9 +124,9 @@ def textbook(weight, h, spec, order, g_idx, grids):
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("static_groups", [False, True])
 def test_gptq_equals_the_textbook(bits, symmetric, group, act_order, static_groups, monkeypatch):
-    monkeypatch.setattr("sparsebit.numeric.gptq.BLOCK", 16)  # several blocks in a small matrix
+    monkeypatch.setattr("sparsebit.numeric.solvers.gptq.BLOCK", 16)  # several blocks in a small matrix
     monkeypatch.setattr(
-        "sparsebit.numeric.gptq.better_rows", lambda w, h, a, *rest: a
+        "sparsebit.numeric.solvers.gptq.better_rows", lambda w, h, a, *rest: a
     )  # the greedy pass alone
     weight, x = problem(rows=5, inputs=40, dtype=torch.float64)
     spec, h = spec_of(bits, symmetric, group), x.T @ x

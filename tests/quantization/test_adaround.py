@@ -14,9 +14,9 @@ import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.quantizers.adaround import LinearTempDecay, SoftRounding, reconstruct_qlayer
-from sparsebit.quantization.tools import unit_learning
-from sparsebit.quantization.tools.blocks import find_units
-from sparsebit.quantization.tools.reconstruction import learns_rounding
+from sparsebit.quantization.reconstruction import unit_learning
+from sparsebit.quantization.reconstruction.reconstruct import learns_rounding
+from sparsebit.quantization.reconstruction.units import find_units
 
 STEPS = 150
 

@@ -13,7 +13,7 @@ from models import sqnr
 from sparsebit.errors import SparsebitError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.modules.attention import (
+from sparsebit.quantization.modules.composite.attention import (
     QMultiheadAttention,
     QTransformerDecoderLayer,
     QTransformerEncoder,

@@ -14,7 +14,7 @@ import sparsebit
 from models import sqnr
 from sparsebit.graph.export.experts import grouped_mm
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.tools.costs import macs_quantized
+from sparsebit.quantization.analysis.costs import macs_quantized
 
 QADD = {"BACKEND": "virtual", "A": {"QADD": {"ENABLE_QUANT": True}}}
 

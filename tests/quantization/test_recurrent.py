@@ -15,7 +15,7 @@ import sparsebit
 from models import sqnr
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.modules.recurrent import (
+from sparsebit.quantization.modules.composite.recurrent import (
     QGRU,
     QLSTM,
     QRNN,

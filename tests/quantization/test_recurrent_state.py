@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pack_sequence
 import sparsebit
 from models import sqnr
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.modules.recurrent_steps import StepByStep
-from sparsebit.quantization.tools.costs import macs_quantized
+from sparsebit.quantization.analysis.costs import macs_quantized
+from sparsebit.quantization.modules.composite.recurrent_steps import StepByStep
 
 STATE = {**CFG, "A": {**CFG["A"], "RNN_STATE": True}}
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

@@ -14,7 +14,7 @@ from zoo_run import CONFIG, Case, joined, waken
 from kernel_counts import announced, computed
 from sparsebit.export.report import ExportReport
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.tools.preflight import preflight
+from sparsebit.quantization.analysis.preflight import preflight
 
 Differences = dict[str, tuple[int, int]]  # kind of kernel -> announced, in the file
 

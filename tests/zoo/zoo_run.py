@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit import QuantConfig
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.tools.costs import measure
+from sparsebit.quantization.analysis.costs import measure
 
 # Run by `make test`: small, and of different kinds. The rest needs half an hour and is run by `make zoo`.
 SAMPLE = [

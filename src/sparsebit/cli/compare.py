@@ -93,7 +93,7 @@ def measure_sqnr(net: Any, small: Any, batches: list[Any]) -> dict[str, Any] | N
     from torch.utils import _pytree as pytree
 
     from sparsebit.cli.data import length
-    from sparsebit.quantization.tools.profile import Noise
+    from sparsebit.quantization.analysis.profile import Noise
 
     noise = Noise()
     with torch.no_grad(), status("comparing with the float model"):
@@ -139,7 +139,7 @@ def _write_float(net: Any, batch: Any, path: Path) -> None:
     from torch import nn
 
     from sparsebit.cli.free_batch import free_batch
-    from sparsebit.export.plain import export_module, write_program
+    from sparsebit.export.export_module import export_module, write_program
 
     if isinstance(net, nn.Module):
         batch, axes = free_batch(net, batch, quiet=True)
@@ -153,8 +153,8 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
-    from sparsebit.export import timing
-    from sparsebit.export.runtime import feeds, session
+    from sparsebit.export.certificate import timing
+    from sparsebit.export.certificate.runtime import feeds, session
 
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     sessions = {name: session(file) for name, file in files.items()}

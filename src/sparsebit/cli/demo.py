@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import sparsebit
 from sparsebit.cli.output import InputError
 from sparsebit.errors import ExportError
-from sparsebit.export.to_onnx import require
+from sparsebit.export.onnx.to_onnx import require
 from sparsebit.quantization.modules import QuantOpr
 
 

@@ -14,7 +14,7 @@ def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
 
     Weights whole, activations on one batch, both as they are in the float model.
     """
-    from sparsebit.quantization.tools.layers import as_calls, undisturbed
+    from sparsebit.quantization.layers import as_calls, undisturbed
 
     found: dict[str, dict[str, Any]] = {}
     gm = qmodel.model
@@ -79,7 +79,7 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
 def graph_of(qmodel: Any) -> dict[str, Any]:
     """Nodes in the order they run, and who reads whom; what only carries a quantizer is left out."""
     from sparsebit.graph.ops import module_of
-    from sparsebit.quantization.tools.layers import carries_for
+    from sparsebit.quantization.layers import carries_for
 
     gm = qmodel.model
     shown: dict[Any, int] = {}

@@ -37,7 +37,7 @@ def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) 
 
 
 def _calibrate(run: Run, qmodel: Any, batches: list[Any]) -> None:
-    from sparsebit.quantization.tools.reconstruction import needs_reconstruction
+    from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction
 
     if needs_reconstruction(qmodel.model):
         qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")  # with a bar of its own
@@ -141,7 +141,7 @@ def finished(run: Run) -> Any:
 
 # -- ONNX ------------------------------------------------------------------------------------------------
 def have_onnx() -> bool:
-    from sparsebit.export.to_onnx import require
+    from sparsebit.export.onnx.to_onnx import require
 
     try:
         require("onnx", "onnxscript", "onnxruntime")
@@ -160,7 +160,7 @@ def write_onnx(
     tune: bool = False,
 ) -> Any:
     """The ExportReport of a quantized or an ordinary model."""
-    from sparsebit.export.plain import export_module
+    from sparsebit.export.export_module import export_module
 
     example, axes = (batches[0], None) if fixed_batch else free_batch(model, batches[0])
     # with their labels: these say where the classes are

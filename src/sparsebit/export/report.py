@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.errors import ExportError
 from sparsebit.export import files
-from sparsebit.export.end_to_end import Comparison, EndToEnd
-from sparsebit.export.timing import Timing
+from sparsebit.export.certificate.end_to_end import Comparison, EndToEnd
+from sparsebit.export.certificate.timing import Timing
 
 UNCALIBRATED = (
     "the model is not calibrated: every scale in the file is 1 (pact: its starting bound), so the outputs mean "

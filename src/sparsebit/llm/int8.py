@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.llm.linear import QuantLinear
-from sparsebit.numeric.smoothquant import round_tokens
+from sparsebit.numeric.solvers.smoothquant import round_tokens
 
 
 class Int8Linear(QuantLinear):

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.numeric.awq import awq, awq_scales
-from sparsebit.numeric.gptq import Statistics, damped, gptq, target_of
-from sparsebit.numeric.hqq import hqq
 from sparsebit.numeric.quantized_weight import QuantizedWeight
-from sparsebit.numeric.rtn import at_least_float, rtn
-from sparsebit.numeric.smoothquant import smooth_scales, smoothquant
-from sparsebit.numeric.sparsegpt import sparsegpt
+from sparsebit.numeric.solvers.awq import awq, awq_scales
+from sparsebit.numeric.solvers.gptq import Statistics, damped, gptq, target_of
+from sparsebit.numeric.solvers.hqq import hqq
+from sparsebit.numeric.solvers.rtn import at_least_float, rtn
+from sparsebit.numeric.solvers.smoothquant import smooth_scales, smoothquant
+from sparsebit.numeric.solvers.sparsegpt import sparsegpt
+from sparsebit.numeric.solvers.wanda import PrunedWeight, check_pattern, wanda
 from sparsebit.numeric.spec import QuantSpec
-from sparsebit.numeric.wanda import PrunedWeight, check_pattern, wanda
 from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight

@@ -25,7 +25,7 @@ from sparsebit.llm.nf4 import is_nf4, nf4_layer, nf4_weight
 from sparsebit.llm.saving import INDEX, Saver
 from sparsebit.llm.sources import tensor_files
 from sparsebit.numeric.quantized_weight import QuantizedWeight, round_to
-from sparsebit.numeric.rtn import rtn
+from sparsebit.numeric.solvers.rtn import rtn
 
 
 @dataclass(frozen=True)

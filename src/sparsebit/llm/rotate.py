@@ -23,7 +23,7 @@ from sparsebit.llm.measure import logits_of
 from sparsebit.llm.smooth import Trial, norm_offset
 from sparsebit.llm.sources import InMemory
 from sparsebit.llm.statistics import sharing
-from sparsebit.numeric.rotation import rotation
+from sparsebit.numeric.solvers.rotation import rotation
 
 WAY_OUT = "only decoders with RMSNorm before their layers can be rotated; leave rotate=False"
 

@@ -1,7 +1,7 @@
 """Second moments of what enters each Linear of a block, streamed: batches are added up and forgotten.
 
 Layers that read the same tensor (q, k and v) share one matrix. With a float block beside the quantized one, the
-difference of their inputs is correlated too, see numeric/gptq.py.
+difference of their inputs is correlated too, see numeric/solvers/gptq.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from sparsebit.llm.experts import is_routed
 from sparsebit.llm.lane import Lane
-from sparsebit.numeric.gptq import Statistics
-from sparsebit.numeric.smoothquant import PeakStatistics
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.smoothquant import PeakStatistics
 
 STRIP = 384  # rows of a Hessian that are made at once: wide enough for a fast product
 

@@ -41,11 +41,11 @@ from sparsebit.llm.sources import InMemory
 from sparsebit.llm.spill import give_back
 from sparsebit.llm.statistics import collect, sharing
 from sparsebit.llm.store import Store
-from sparsebit.numeric.gptq import Statistics
-from sparsebit.numeric.rtn import at_least_float, rtn
-from sparsebit.numeric.smoothquant import round_tokens
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.rtn import at_least_float, rtn
+from sparsebit.numeric.solvers.smoothquant import round_tokens
+from sparsebit.numeric.solvers.wanda import PrunedWeight
 from sparsebit.numeric.spec import QuantSpec
-from sparsebit.numeric.wanda import PrunedWeight
 
 log = logging.getLogger("sparsebit")
 TRIM = 8  # blocks after which freed memory goes back: to get it again costs time

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from sparsebit.export import openvino_runtime, runtime
-from sparsebit.export.certify import Certificate, QuantizerCheck
-from sparsebit.export.end_to_end import (
+from sparsebit.export.certificate import openvino_runtime, runtime
+from sparsebit.export.certificate.end_to_end import (
     AS_USERS_RUN_IT,
     BARE,
     EndToEnd,
@@ -25,19 +24,20 @@ from sparsebit.export.end_to_end import (
     check_part,
     rounding_of,
 )
-from sparsebit.export.marks import Mark
-from sparsebit.export.optimised_graph import first_wrong_tensor
+from sparsebit.export.certificate.optimised_graph import first_wrong_tensor
+from sparsebit.export.certificate.quantized_model import Certificate, QuantizerCheck
+from sparsebit.export.certificate.runtime import Array
+from sparsebit.export.onnx.marks import Mark
 from sparsebit.export.report import ExportReport
-from sparsebit.export.runtime import Array
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.modes import evaluating
 from sparsebit.numeric import fake_quantize
-from sparsebit.quantization.exporting import exporting, quant_oprs, with_bias
+from sparsebit.quantization.export import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
 from sparsebit.quantization.quantizers import Quantizer
 
 if TYPE_CHECKING:
-    from sparsebit.export.lowered import Bias
+    from sparsebit.export.onnx.lowered import Bias
 
 NBITS = (
     "MatMulNBits rounds its input to 8 bits; the session option session.qdq_matmulnbits_accuracy_level = 1 computes "

@@ -21,6 +21,7 @@ from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
+from sparsebit.quantization.converters.constants import only_on_constants
 from sparsebit.quantization.converters.ends import ends
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.converters.islands import quantize_inside
@@ -31,7 +32,6 @@ from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quant_config import QuantConfig, resolve, unmatched
-from sparsebit.quantization.tools.constants import only_on_constants
 
 log = logging.getLogger("sparsebit")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from sparsebit.errors import CalibrationError, ConfigError
+from sparsebit.quantization.calibration.batchnorm_folding import fold, override_folded
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.batchnorm_folding import fold, override_folded
 
 if TYPE_CHECKING:
     from sparsebit.quantization.quant_model import QuantModel

@@ -20,11 +20,11 @@ from sparsebit.graph.run.calls import Call, device_of
 from sparsebit.graph.run.signature import show_signature, signature_of
 from sparsebit.graph.trace.guards import with_unread
 from sparsebit.quantization import qat
-from sparsebit.quantization.auto_trace import choose_front_end
+from sparsebit.quantization.calibration.batchnorm_folding import mirror_negative_norms
+from sparsebit.quantization.calibration.runner import CalibrationRunner
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
+from sparsebit.quantization.converters.float_forms import NOTE, choose_float_forms
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
-from sparsebit.quantization.first_batch import fits, take_over, waiting_for_batch, was_changed
-from sparsebit.quantization.front_end import refuse_other_inputs, to_graph
 from sparsebit.quantization.legacy_state import read_original
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.observers.ranks import world_size
@@ -38,14 +38,14 @@ from sparsebit.quantization.pipeline import (
 )
 from sparsebit.quantization.quant_config import QuantConfig
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.batchnorm_folding import mirror_negative_norms
-from sparsebit.quantization.tools.calibration import CalibrationRunner
-from sparsebit.quantization.tools.float_forms import NOTE, choose_float_forms
+from sparsebit.quantization.trace.auto_trace import choose_front_end
+from sparsebit.quantization.trace.first_batch import fits, take_over, waiting_for_batch, was_changed
+from sparsebit.quantization.trace.front_end import refuse_other_inputs, to_graph
 
 if TYPE_CHECKING:
     from sparsebit.export.report import ExportReport
-    from sparsebit.quantization.tools.preflight import Preflight
-    from sparsebit.quantization.tools.profile import Profile
+    from sparsebit.quantization.analysis.preflight import Preflight
+    from sparsebit.quantization.analysis.profile import Profile
 
 __all__ = ["QuantModel"]
 
@@ -193,7 +193,7 @@ class QuantModel(nn.Module):
 
         `asym=False` promises that calc_qparams(asym=True) will not follow; then no inputs are kept on disk.
         """
-        from sparsebit.quantization.tools.reconstruction import needs_reconstruction
+        from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction
 
         self._stop_calibration()
         self.set_quant(False, False)
@@ -216,7 +216,7 @@ class QuantModel(nn.Module):
         `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
         reconstructed next.
         """
-        from sparsebit.quantization.tools.reconstruction import needs_reconstruction, reconstruct
+        from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
 
         if self.calibration_runner is None:
             raise CalibrationError(
@@ -267,7 +267,7 @@ class QuantModel(nn.Module):
         offload     where values wait: "device", "cpu" or "disk".
         Returns the squared error of each block before and after, as a share of its squared output.
         """
-        from sparsebit.quantization.tools.reconstruction import reconstruct_model
+        from sparsebit.quantization.reconstruction.reconstruct import reconstruct_model
 
         return reconstruct_model(
             self, batches, asym=asym, checkpoint=checkpoint, progress=progress, offload=offload
@@ -355,19 +355,19 @@ class QuantModel(nn.Module):
     # -- tools ---------------------------------------------------------------------------------------
     def dump_mermaid(self, f: Any) -> None:
         """Write the graph as a mermaid diagram into the open file `f`."""
-        from sparsebit.quantization.tools.layers import bits_label
+        from sparsebit.quantization.layers import bits_label
 
         f.write(to_mermaid(self.model, bits_label(self.model)))
 
     def preflight(self, example: Any = None) -> Preflight:
         """What is quantized with what, what stays float and why; with an example also MACs and memory."""
-        from sparsebit.quantization.tools.preflight import preflight
+        from sparsebit.quantization.analysis.preflight import preflight
 
         return preflight(self, example)
 
     def profile(self, batches: Any, *, progress: bool | None = None) -> Profile:
         """Layers ranked by the noise they add to themselves and to the output, and the override that helps each."""
-        from sparsebit.quantization.tools.profile import profile
+        from sparsebit.quantization.analysis.profile import profile
 
         return profile(self, batches, progress=progress)
 
@@ -376,7 +376,7 @@ class QuantModel(nn.Module):
 
         Needs a calibrated model built with SCHEDULE.BN_TUNING: true.
         """
-        from sparsebit.quantization.tools.batchnorm_tuning import batchnorm_tuning
+        from sparsebit.quantization.calibration.batchnorm_tuning import batchnorm_tuning
 
         return batchnorm_tuning(self)
 
@@ -417,7 +417,7 @@ class QuantModel(nn.Module):
         tune            for this machine: layers that integers make slower become float, in this model and in the file.
                         A file that is slower than the float one cannot come out.
         """
-        from sparsebit.quantization.exporting import export_onnx
+        from sparsebit.quantization.export import export_onnx
 
         if self._waiting is not None:  # no batch has come yet
             self._decide_inputs(*Call.of(dummy_data, signature_of(self)))
@@ -440,6 +440,6 @@ class QuantModel(nn.Module):
 
     def add_extra_info_to_onnx(self, onnx_path: str) -> None:
         """Write <name>_extra.onnx beside an exported file: a `bits` attribute on every Q/DQ node."""
-        from sparsebit.export.extra_info import write_extra
+        from sparsebit.export.onnx.extra_info import write_extra
 
         write_extra(onnx_path)

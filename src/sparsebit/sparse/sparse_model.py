@@ -352,7 +352,7 @@ class SparseModel(nn.Module):
         **options: Any,
     ) -> Any:
         """Write the compact model, run the file, and compare; `extra_info` has no meaning here."""
-        from sparsebit.export.plain import export_module
+        from sparsebit.export.export_module import export_module
 
         if self.example is None:
             self(*call_of(dummy_data)[0], **call_of(dummy_data)[1])

@@ -35,7 +35,7 @@ def export(
     start()
     from sparsebit.export.backends import BACKENDS
     from sparsebit.export.files import writable
-    from sparsebit.export.to_onnx import require
+    from sparsebit.export.onnx.to_onnx import require
 
     path = output or run / work.ONNX
     if path.exists():

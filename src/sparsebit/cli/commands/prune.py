@@ -157,7 +157,7 @@ def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
 
 def _text(result: dict[str, Any], small: Any) -> str:
     from sparsebit.cli import compare
-    from sparsebit.quantization.tools.text import count, share
+    from sparsebit.quantization.analysis.text import count, share
 
     facts = result["prune"]
     rows = {"parameters": facts["params"], "MACs": facts["macs"]}

@@ -82,7 +82,7 @@ def _sizes(totals: dict[str, int]) -> dict[str, int]:
 
 def _text(result: dict[str, Any]) -> str:
     from sparsebit.cli import compare
-    from sparsebit.quantization.tools.text import size
+    from sparsebit.quantization.analysis.text import size
 
     facts, exported = result["quantize"], result["export"]
     lines = [

@@ -42,7 +42,7 @@ def verify(
     start()
     import sparsebit
     from sparsebit.cli import work
-    from sparsebit.export.to_onnx import require
+    from sparsebit.export.onnx.to_onnx import require
 
     require("onnx", "onnxscript", "onnxruntime")
     opened = Run.open(folder)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sparsebit.export.marks import Mark, Marks
-from sparsebit.export.types import SINCE, container, container_bits, exporter_opset, opset_for, since
+from sparsebit.export.onnx.marks import Mark, Marks
+from sparsebit.export.onnx.types import SINCE, container, container_bits, exporter_opset, opset_for, since
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.registry import Registry
 

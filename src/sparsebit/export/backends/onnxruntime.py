@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from sparsebit.export.backends.base import BACKENDS, Backend, Problem
-from sparsebit.export.integer_kernels import why_float
-from sparsebit.export.marks import Mark, Marks
+from sparsebit.export.kernels.integer_kernels import why_float
+from sparsebit.export.onnx.marks import Mark, Marks
 from sparsebit.numeric.spec import QuantSpec
 
 ONNX_OPS = {  # how the exporter writes an op
@@ -63,17 +63,17 @@ class OnnxruntimeBackend(Backend):
         return []
 
     def lower(self, model: Any, marks: Marks) -> Any:
-        from sparsebit.export import rewrites
-        from sparsebit.export.bias import integer_bias
-        from sparsebit.export.blocks import packed_products
-        from sparsebit.export.clips import absorb_clips
-        from sparsebit.export.integer_forms import (
+        from sparsebit.export.onnx import rewrites
+        from sparsebit.export.onnx.bias import integer_bias
+        from sparsebit.export.onnx.clips import absorb_clips
+        from sparsebit.export.onnx.integer_forms import (
             hard_sigmoids_as_scales,
             large_pools_in_blocks,
             pointwise_as_products,
             pools_as_convs,
         )
-        from sparsebit.export.qdq import lower_marks
+        from sparsebit.export.onnx.packed_weights import packed_products
+        from sparsebit.export.onnx.qdq import lower_marks
 
         # on x86, signed activations are slow, and onnxruntime 1.31 breaks some graphs of opset 21 that have them
         marks = {name: mark if mark.is_weight else mark.unsigned() for name, mark in marks.items()}
@@ -97,6 +97,6 @@ class OnnxruntimeBackend(Backend):
         return lowered
 
     def speed_up(self, model: Any, marks: Marks) -> None:
-        from sparsebit.export.float_weights import store_as_float
+        from sparsebit.export.onnx.float_weights import store_as_float
 
         store_as_float(model, marks)

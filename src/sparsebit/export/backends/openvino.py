@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsebit.export.backends.base import BACKENDS, WEIGHTED, Backend, Problem
-from sparsebit.export.marks import Mark, Marks
+from sparsebit.export.onnx.marks import Mark, Marks
 
 
 @BACKENDS.register()
@@ -24,9 +24,9 @@ class OpenvinoBackend(Backend):
         return []
 
     def lower(self, model: Any, marks: Marks) -> Any:
-        from sparsebit.export import rewrites
-        from sparsebit.export.clips import absorb_clips
-        from sparsebit.export.qdq import lower_marks
+        from sparsebit.export.onnx import rewrites
+        from sparsebit.export.onnx.clips import absorb_clips
+        from sparsebit.export.onnx.qdq import lower_marks
 
         absorb_clips(model, marks, in_codes=False)
         aliases = rewrites.merge_equal(model, marks)

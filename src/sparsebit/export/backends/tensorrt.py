@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsebit.errors import ExportError
 from sparsebit.export.backends.base import BACKENDS, WEIGHTED, Backend, Problem
-from sparsebit.export.marks import DOMAIN, Mark, Marks
+from sparsebit.export.onnx.marks import DOMAIN, Mark, Marks
 
 INT4_BLOCKS = (64, 128)
 PRESET = "start from the preset w8a8-tensorrt"
@@ -56,9 +56,9 @@ class TensorrtBackend(Backend):
         return found
 
     def lower(self, model: Any, marks: Marks) -> Any:
-        from sparsebit.export import rewrites
-        from sparsebit.export.blocks import packed_products
-        from sparsebit.export.qdq import lower_marks
+        from sparsebit.export.onnx import rewrites
+        from sparsebit.export.onnx.packed_weights import packed_products
+        from sparsebit.export.onnx.qdq import lower_marks
 
         aliases = rewrites.merge_equal(model, marks)
         _refuse_half_quantized_adds(model)
@@ -71,7 +71,7 @@ class TensorrtBackend(Backend):
 
 def _refuse_half_quantized_adds(model: Any) -> None:
     """A residual Add runs in int8 only when both of its inputs are quantized."""
-    from sparsebit.export.graph_edit import array_of, module_of
+    from sparsebit.export.onnx.graph_edit import array_of, module_of
 
     for node in model.graph:
         if node.op_type != "Add" or any(array_of(v) is not None for v in node.inputs):
@@ -86,7 +86,7 @@ def _refuse_half_quantized_adds(model: Any) -> None:
 
 def _refuse_other_axes(model: Any, marks: Marks) -> None:
     """The scales of a weight lie along its output channels."""
-    from sparsebit.export.graph_edit import marks_in, name_of, readers
+    from sparsebit.export.onnx.graph_edit import marks_in, name_of, readers
 
     for node in marks_in(model):
         mark = marks.get(name_of(node))

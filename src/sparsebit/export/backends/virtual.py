@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsebit.export.backends.base import BACKENDS, Backend
-from sparsebit.export.marks import Marks
+from sparsebit.export.onnx.marks import Marks
 
 
 @BACKENDS.register()
@@ -13,8 +13,8 @@ class VirtualBackend(Backend):
     TYPE = "virtual"
 
     def lower(self, model: Any, marks: Marks) -> Any:
-        from sparsebit.export.qdq import lower_marks
-        from sparsebit.export.rewrites import keep_apart
+        from sparsebit.export.onnx.qdq import lower_marks
+        from sparsebit.export.onnx.rewrites import keep_apart
 
         lowered = lower_marks(model, marks)
         keep_apart(model)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from sparsebit.errors import ConfigError
 from sparsebit.llm.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
+from sparsebit.numeric.solvers.wanda import PrunedWeight
 from sparsebit.numeric.spec import QuantSpec
-from sparsebit.numeric.wanda import PrunedWeight
 from sparsebit.registry import Registry
 
 

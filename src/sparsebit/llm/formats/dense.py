@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sparsebit.errors import ExportError
 from sparsebit.llm.formats import FORMATS, Format
+from sparsebit.numeric.solvers.wanda import PrunedWeight
 from sparsebit.numeric.spec import QuantSpec
-from sparsebit.numeric.wanda import PrunedWeight
 
 
 @FORMATS.register()

@@ -1,8 +1,8 @@
 """open_gates: behind a convolution, SiLU becomes x * sigmoid(x) for onnxruntime, and Hardswish x * hardsigmoid(x).
 
 Both factors have integer forms there. QLinearSigmoid and QLinearMul take 0.7 of the time of Dequantize, SiLU, Quantize.
-A hardsigmoid is a change of scale (export/integer_forms.py). The gate is rounded to 8 bits for it: x times its error is
-about half a step of the output.
+A hardsigmoid is a change of scale (export/onnx/integer_forms.py). The gate is rounded to 8 bits for it: x times its
+error is about half a step of the output.
 """
 
 from __future__ import annotations

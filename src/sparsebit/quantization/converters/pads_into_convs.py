@@ -13,7 +13,7 @@ from torch import fx, nn
 from sparsebit.graph.ops import argument, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.modules.conv import QConv1d, QConv2d, QConv3d
-from sparsebit.quantization.modules.pad import Pad, padded_with
+from sparsebit.quantization.modules.float_ops.pad import Pad, padded_with
 
 CONVS = (QConv1d, QConv2d, QConv3d)
 

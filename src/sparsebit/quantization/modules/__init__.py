@@ -18,7 +18,8 @@ from sparsebit.quantization.modules.base import (
     register_qmodule,
 )
 
-QMODULE_MAP.discover(__name__)
+for _room in (__name__, f"{__name__}.composite", f"{__name__}.float_ops"):
+    QMODULE_MAP.discover(_room)
 
 _CLASSES = {cls.__name__: cls for cls in QMODULE_MAP.values()}
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.export.integer_kernels import why_float_grids
+from sparsebit.export.kernels.integer_kernels import why_float_grids
 from sparsebit.graph.ops import inputs_of
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.trace.tracer import forward_owner

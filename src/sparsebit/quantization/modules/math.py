@@ -31,6 +31,7 @@ from sparsebit.quantization.modules.conv import (
     QConvTranspose2d,
     QConvTranspose3d,
 )
+from sparsebit.quantization.modules.float_ops.python_builtins import QGetItem
 from sparsebit.quantization.modules.normalization import (
     QBatchNorm1d,
     QBatchNorm2d,
@@ -41,7 +42,6 @@ from sparsebit.quantization.modules.normalization import (
     QRMSNorm,
 )
 from sparsebit.quantization.modules.pool import QMean as QMean  # Legacy: the original has it in this file
-from sparsebit.quantization.modules.python_builtins import QGetItem
 from sparsebit.quantization.modules.shape import Expand, Flatten, Permute, Reshape, Squeeze, Transpose
 from sparsebit.quantization.modules.unary import Cast, Clone, Contiguous, Dropout
 

@@ -10,7 +10,9 @@ from sparsebit.quantization.modules.activations import (
     QSoftmax as QSoftmax,
 )  # Legacy: the original has it in this file
 from sparsebit.quantization.modules.base import Mover, QuantOpr, Value, define, register_qmodule, spelled
-from sparsebit.quantization.modules.index import Where as Where  # Legacy: the original has it in this file
+from sparsebit.quantization.modules.float_ops.index import (
+    Where as Where,  # Legacy: the original has it in this file
+)
 
 
 @register_qmodule(sources=[nn.Identity])

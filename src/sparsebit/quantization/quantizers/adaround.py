@@ -2,8 +2,8 @@
 
     W~ = s clamp(floor(W / s) + h(V)),  h(V) = clamp(1.2 sigmoid(V) - 0.1, 0, 1),  penalty mean(1 - |2h - 1|^beta)
 
-Until it is reconstructed (tools/reconstruction.py) it rounds to the nearest, as `uniform` does. Afterwards `shift`
-says by how many steps each weight is off the nearest code: all that a checkpoint or an export needs.
+Before reconstruction (reconstruction/reconstruct.py) it rounds to the nearest code, as `uniform` does. Then `shift`
+holds the number of steps between each weight and the nearest code. A checkpoint and an export need nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calibration and analysis tools."""
+"""Legacy: the tools of the original Sparsebit under their old names. Today they are in `calibration` and `analysis`."""
 
-from sparsebit.quantization.tools.calibration import CalibrationRunner
-from sparsebit.quantization.tools.errors_profiler import QuantizationErrorProfiler
+from sparsebit.quantization.analysis.errors_profiler import QuantizationErrorProfiler
+from sparsebit.quantization.calibration.runner import CalibrationRunner
 from sparsebit.quantization.tools.graph_wrapper import GraphVisitor, SharedData, fx_symbolic_trace
 from sparsebit.quantization.tools.tensor_wrapper import to_cpu, to_detach, to_device
 

@@ -1,4 +1,4 @@
-"""SparseGPT: like wanda it looks at the inputs, and it corrects the weights that stay (numeric/sparsegpt.py).
+"""SparseGPT: like wanda it looks at the inputs, and it corrects the weights that stay (numeric/solvers/sparsegpt.py).
 
 For Linear layers, and convolutions without groups; other layers stay whole.
 """
@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from sparsebit.config import Config
-from sparsebit.numeric.sparsegpt import sparsegpt
+from sparsebit.numeric.solvers.sparsegpt import sparsegpt
 from sparsebit.sparse.sparsers import base, register_sparser
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.export.integer_kernels import why_float
+from sparsebit.export.kernels.integer_kernels import why_float
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.common import Backend

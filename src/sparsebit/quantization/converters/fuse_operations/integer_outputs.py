@@ -19,11 +19,11 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
     wants_integer_output,
 )
 from sparsebit.quantization.converters.fuse_operations.one_grid import insert_quantizer
+from sparsebit.quantization.converters.output_grids import OutputGrids
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.conv import is_pointwise
 from sparsebit.quantization.modules.math import FLOAT_READERS
-from sparsebit.quantization.tools.output_grids import OutputGrids
 
 # Rounding and unpacking a value take as long as this many multiplications save (AVX2; fewer with VNNI).
 PRODUCTS_PER_VALUE = 48

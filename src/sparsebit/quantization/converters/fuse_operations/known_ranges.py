@@ -1,7 +1,7 @@
 """known_ranges: the output of a hardsigmoid has the grid of 1/256, whatever calibration sees (onnxruntime).
 
 clip(x / 6 + 1/2, 0, 1) is linear. On that grid the half is 128 steps, a whole number. So codes become codes by a change
-of scale and zero point (export/integer_forms.py). That takes half the time of the float op between its borders.
+of scale and zero point (export/onnx/integer_forms.py). That takes half the time of the float op between its borders.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import fx
 from sparsebit.graph.ops import module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.common import Backend
+from sparsebit.quantization.converters.output_grids import OutputGrids
+from sparsebit.quantization.layers import is_active
 from sparsebit.quantization.modules.activations import QHardSigmoid
 from sparsebit.quantization.quantizers import Quantizer
-from sparsebit.quantization.tools.layers import is_active
-from sparsebit.quantization.tools.output_grids import OutputGrids
 
 RANGE = (0.0, 255 / 256)
 

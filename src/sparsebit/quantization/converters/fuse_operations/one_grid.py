@@ -17,13 +17,13 @@ from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import INTEGER_CONVS, SMOOTH
+from sparsebit.quantization.converters.output_grids import CLIPS, OutputGrids, Reader
+from sparsebit.quantization.layers import is_active
 from sparsebit.quantization.modules.math import QAdd, QMul
 from sparsebit.quantization.modules.pool import QAdaptiveAvgPool2d, QAvgPool2d
 from sparsebit.quantization.modules.shape import Concat, Stack
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer, build_quantizer
-from sparsebit.quantization.tools.layers import is_active
-from sparsebit.quantization.tools.output_grids import CLIPS, OutputGrids, Reader
 
 # ops whose integer kernel writes codes: their output wants one grid
 PRODUCERS = (*INTEGER_CONVS, *SMOOTH, QAdd, QMul, QAvgPool2d, QAdaptiveAvgPool2d, Concat)

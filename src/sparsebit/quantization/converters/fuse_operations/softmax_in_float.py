@@ -1,13 +1,13 @@
 """softmax_in_float: for onnxruntime a softmax has no quantizer in front, as long as its integer kernel is wrong.
 
-The product in front of it is an integer kernel all the same: it gives float values (export/wrong_kernels.py).
+The product in front of it is an integer kernel all the same: it gives float values (export/kernels/wrong_kernels.py).
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from sparsebit.export.wrong_kernels import is_wrong
+from sparsebit.export.kernels.wrong_kernels import is_wrong
 from sparsebit.graph.ops import module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.common import Backend

@@ -20,10 +20,10 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
     wants_integer_output,
 )
 from sparsebit.quantization.converters.fuse_operations.one_grid import PRODUCERS
+from sparsebit.quantization.converters.output_grids import CLIPS, OutputGrids
+from sparsebit.quantization.layers import is_active, moves_values
 from sparsebit.quantization.modules import MultipleInputsQuantOpr
 from sparsebit.quantization.modules.conv import is_pointwise
-from sparsebit.quantization.tools.layers import is_active, moves_values
-from sparsebit.quantization.tools.output_grids import CLIPS, OutputGrids
 
 NARROW = 16  # channels of a group
 

@@ -1,0 +1,1 @@
+"""The certificate: a file is run, timed and compared with its model."""

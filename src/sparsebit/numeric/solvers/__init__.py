@@ -1,0 +1,1 @@
+"""Solvers: each finds codes, scales, masks or transformations for one weight matrix."""

@@ -1,0 +1,1 @@
+"""Calibration: observers collect the ranges of values, and grids are made from them."""

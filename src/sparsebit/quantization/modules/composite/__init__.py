@@ -1,0 +1,1 @@
+"""Layers that consist of several ops: attention, transformer layers, recurrent networks."""

@@ -1,0 +1,1 @@
+"""Ops without a quantizer. Each is one row of a table."""

@@ -1,0 +1,1 @@
+"""Reconstruction: the rounding of weights is learned, unit by unit."""

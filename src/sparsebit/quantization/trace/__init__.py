@@ -1,0 +1,1 @@
+"""Trace: a module of the user becomes the graph that the passes change."""
