@@ -20,7 +20,7 @@ from inputs import Parser, above_zero, check_packages, described_by, load_checkp
 from instructions import batch, sequences
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm import qlora
+from sparsebit.llm.training import qlora
 
 
 def adapted(checkpoint: Path, described: Path, args: argparse.Namespace) -> Any:

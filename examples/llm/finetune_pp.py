@@ -32,7 +32,7 @@ from instructions import batch, sequences
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError
-from sparsebit.llm import pipeline
+from sparsebit.llm.training import pipeline
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:

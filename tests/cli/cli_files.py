@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsebit.cli.models import load_model
+from sparsebit.cli.inputs.models import load_model
 from sparsebit.export.certificate import runtime
 
 NET = """

@@ -346,7 +346,7 @@ def test_folder_that_cannot_be_made(sparsebit, work):
     refused(sparsebit, work, "quantize net.py:build --data x.npy -o /proc/run", "/proc/run")
 
 
-@pytest.mark.parametrize("place", ["sparsebit.quantization.checkpoint", "sparsebit.cli.run"])
+@pytest.mark.parametrize("place", ["sparsebit.quantization.checkpoint", "sparsebit.cli.runs.run"])
 def test_full_disk(sparsebit, work, monkeypatch, place):
     def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -55,7 +55,7 @@ def test_the_page_runs(sparsebit, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     image = pytest.importorskip("PIL.Image")
     from sparsebit.cli import demo
-    from sparsebit.cli.models import load_model
+    from sparsebit.cli.inputs.models import load_model
 
     monkeypatch.chdir(tmp_path)
     train = demo.train

@@ -12,7 +12,7 @@ from cli_files import batches, net, run_onnx, state
 from safetensors.torch import load_file, save_file
 
 import sparsebit as library
-from sparsebit.cli.models import load_model
+from sparsebit.cli.inputs.models import load_model
 from sparsebit.sparse.plan import Plan
 
 
@@ -158,7 +158,7 @@ def test_verify_says_in_its_first_line_what_does_not_hold(sparsebit, work, monke
 def test_images_are_seen_as_by_torchvision(sparsebit, work):
     """A grey image: every pixel of every channel is (128/255 - mean) / std, whatever the resizing does."""
     image = pytest.importorskip("PIL.Image")
-    from sparsebit.cli.data import load_batches
+    from sparsebit.cli.inputs.data import load_batches
 
     for i in range(5):
         (work / f"images/{i}").mkdir(parents=True)
@@ -173,7 +173,7 @@ def test_images_are_seen_as_by_torchvision(sparsebit, work):
 def test_the_middle_of_an_image_is_kept(work):
     """Left half black, right half white, twice as wide as high: a square crop of the middle has half of each."""
     image = pytest.importorskip("PIL.Image")
-    from sparsebit.cli.data import load_batches
+    from sparsebit.cli.inputs.data import load_batches
 
     picture = image.new("L", (80, 40), 0)
     picture.paste(255, (40, 0, 80, 40))
@@ -194,7 +194,7 @@ def test_a_loader_is_not_drained(work):
     (work / "endless.py").write_text(
         "import itertools, torch\n\ndef batches():\n    for _ in itertools.count():\n        yield torch.zeros(4, 2)\n"
     )
-    from sparsebit.cli.data import load_batches
+    from sparsebit.cli.inputs.data import load_batches
 
     assert len(load_batches(f"{work}/endless.py:batches", None, None, 1, 10)) == 3
 
@@ -309,7 +309,7 @@ def test_what_breaks_inside_is_code_70(sparsebit, work, monkeypatch):
 
 
 def test_json_of_infinity(capsys):
-    from sparsebit.cli.output import show_json
+    from sparsebit.cli.terminal.output import show_json
 
     show_json({"db": float("inf"), "shape": (1, 2)})
     assert json.loads(capsys.readouterr().out) == {"db": "inf", "shape": [1, 2]}

@@ -86,7 +86,7 @@ def check_page(page: str, facts: dict) -> None:
 
 @needs_transformers
 def test_a_collapse_is_the_last_word_and_red(llama, tmp_path, sparsebit, monkeypatch):
-    from sparsebit.llm import quality
+    from sparsebit.llm.checks import quality
 
     monkeypatch.setattr(quality, "APART", 0.0)  # any change is a collapse
     words = f"llm quantize {llama / 'model'} --data {llama / 'text.txt'} --length 32 --samples 8 --bits 4"
@@ -237,7 +237,7 @@ def test_ctrl_c_leaves_blocks_that_are_not_made_again(llama, tmp_path):
              "--length", "32", "--samples", "8", "-o"]  # fmt: skip
     start = (
         "import sys; sys.path.insert(0, {zoo!r}); __import__('zoo_shim').install()\n"
-        "import sparsebit.llm.store as store, time\nwrite = store.Store.write\n"
+        "import sparsebit.llm.checkpoints.store as store, time\nwrite = store.Store.write\n"
         "def slow(self, block, *rest):\n    write(self, block, *rest)\n    time.sleep({wait})\n"
         "store.Store.write = slow\n"
         "from sparsebit.cli import main\nsys.exit(main())"

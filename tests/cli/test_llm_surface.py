@@ -12,6 +12,7 @@ from llm_files import tiny_llama
 
 from sparsebit import llm
 from sparsebit.cli.llm_options import TABLE
+from sparsebit.errors import ConfigError
 from sparsebit.llm.methods import METHODS, SCALES, keywords
 from sparsebit.numeric.solvers.rtn import rtn
 
@@ -68,7 +69,7 @@ def test_only_what_was_said_is_passed_on(llama, tmp_path, sparsebit, monkeypatch
 
     def instead(source, batches, **keywords):
         got.update(keywords)
-        raise llm.run.ConfigError("seen")
+        raise ConfigError("seen")
 
     monkeypatch.setattr(llm, "quantize", instead)
     (tmp_path / "config.json").write_text("{}")

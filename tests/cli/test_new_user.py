@@ -13,7 +13,7 @@ import torch
 from test_bad_inputs import refused
 
 import sparsebit as library
-from sparsebit.cli.slower import warn_if_slower
+from sparsebit.cli.runs.slower import warn_if_slower
 from sparsebit.export.certificate import runtime
 
 MORE = """
@@ -122,7 +122,7 @@ def test_unnormalised_data_and_few_samples_passed_without_a_remark(sparsebit, mo
 
 
 def test_a_float_model_that_only_guesses_is_doubted(caplog):
-    from sparsebit.cli.compare import measure_metric
+    from sparsebit.cli.runs.compare import measure_metric
 
     class Guess(torch.nn.Module):
         def forward(self, x):

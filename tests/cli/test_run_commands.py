@@ -133,11 +133,11 @@ def test_verify_pruned(sparsebit, runs, tmp_path):
 @pytest.mark.parametrize(
     ("words", "where"),
     [
-        ("export RUN -o new.onnx", "sparsebit.cli.work.write_onnx"),
-        ("verify RUN/model.onnx", "sparsebit.cli.work.finished"),
+        ("export RUN -o new.onnx", "sparsebit.cli.runs.steps.write_onnx"),
+        ("verify RUN/model.onnx", "sparsebit.cli.runs.steps.finished"),
         ("profile RUN", "sparsebit.quantization.QuantModel.profile"),
         ("report RUN -o new.html", "sparsebit.report.render"),
-        ("check NET --input-shape 4,3,8,8", "sparsebit.cli.inputs.Inputs.load"),
+        ("check NET --input-shape 4,3,8,8", "sparsebit.cli.inputs.inputs.Inputs.load"),
     ],
 )
 def test_ctrl_c_elsewhere(sparsebit, runs, tmp_path, monkeypatch, words, where):

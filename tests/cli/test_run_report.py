@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sparsebit.cli import other_work
-from sparsebit.cli.compare import lines
+from sparsebit.cli.runs import other_work
+from sparsebit.cli.runs.compare import lines
 from sparsebit.report import FORMATS, render
 
 VOID = {"meta", "rect", "input", "br"}
@@ -219,7 +219,7 @@ def test_top1_of_labels(sparsebit, work):
     """Against the same count, done here."""
     import torch
 
-    from sparsebit.cli.models import load_model
+    from sparsebit.cli.inputs.models import load_model
 
     assert sparsebit("quantize net.py:build --data xy.npz --no-export -o run").code == 0
     data = np.load("xy.npz")

@@ -225,7 +225,7 @@ def test_warnings_stay_whole_beside_a_bar(monkeypatch):
     """A line of the library, said while a bar is shown, is a line of its own."""
     import io
 
-    from sparsebit.cli.progress import status
+    from sparsebit.cli.terminal.progress import status
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -8,10 +8,10 @@ import torch
 from test_solvers import problem, spec_of
 from test_walk import tiny, tokens
 
-from sparsebit.llm.blocks import linears_of
-from sparsebit.llm.capture import capture
-from sparsebit.llm.lane import Lane
-from sparsebit.llm.statistics import collect
+from sparsebit.llm.models.blocks import linears_of
+from sparsebit.llm.walk.capture import capture
+from sparsebit.llm.walk.lane import Lane
+from sparsebit.llm.walk.statistics import collect
 from sparsebit.numeric.solvers.gptq import Statistics, gptq
 
 

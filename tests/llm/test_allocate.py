@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm import allocate as module
-from sparsebit.llm.allocate import allocate
+from sparsebit.llm.walk import bit_budget as module
+from sparsebit.llm.walk.bit_budget import allocate
 
 layers = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3)),

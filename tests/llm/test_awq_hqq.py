@@ -13,11 +13,11 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.llm.blocks import linears_of
-from sparsebit.llm.capture import Call, capture
-from sparsebit.llm.lane import Lane
-from sparsebit.llm.smooth import Feeders, fold, norm_offset, row_maps
-from sparsebit.llm.statistics import sharing
+from sparsebit.llm.models.blocks import linears_of
+from sparsebit.llm.transforms.smooth import Feeders, fold, norm_offset, row_maps
+from sparsebit.llm.walk.capture import Call, capture
+from sparsebit.llm.walk.lane import Lane
+from sparsebit.llm.walk.statistics import sharing
 from sparsebit.numeric.solvers.awq import awq, awq_scales
 from sparsebit.numeric.solvers.gptq import Statistics
 from sparsebit.numeric.solvers.hqq import hqq, shrink
@@ -212,7 +212,7 @@ def test_awq_is_saved_as_a_plain_checkpoint_and_beats_rounding(tmp_path):
 
 @pytest.mark.parametrize("method", ["awq", "hqq"])
 def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path, monkeypatch, method):
-    from sparsebit.llm import store
+    from sparsebit.llm.checkpoints import store
 
     options = {"method": method, "bits": 3, "group_size": 16}
     llm.quantize(tiny(), tokens(), save=tmp_path / "whole", **options)

@@ -13,7 +13,7 @@ from torch import nn
 from llm_assets import Llama, Sizes
 from sparsebit import llm
 from sparsebit.errors import CalibrationError
-from sparsebit.llm.data import prepare
+from sparsebit.llm.walk.data import prepare
 
 SMALL = Sizes(dim=32, hidden=128, layers=2, heads=4, kv_heads=2, vocab=64, length=64)
 

@@ -86,7 +86,7 @@ def test_a_model_and_its_folder_give_the_same_bytes_and_lose_nothing(name, tmp_p
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "T5ForConditionalGeneration", "GPT2LMHeadModel"])
 def test_only_one_block_is_read_at_a_time(name, tmp_path):
-    from sparsebit.llm.sources import OnDisk
+    from sparsebit.llm.models.sources import OnDisk
 
     saved(name, tmp_path)
     source = OnDisk(tmp_path)
@@ -221,7 +221,7 @@ def test_a_class_that_transformers_does_not_have_is_named(tmp_path):
 
 
 def test_a_run_that_loses_a_tensor_is_not_declared_finished(tmp_path, monkeypatch):
-    from sparsebit.llm.store import Store
+    from sparsebit.llm.checkpoints.store import Store
 
     model, _ = ARCHITECTURES["LlamaForCausalLM"]()
     write = Store.write

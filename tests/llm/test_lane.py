@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 
 import pytest
@@ -10,11 +11,13 @@ from test_walk import digest, tiny, tokens
 from torch import nn
 
 from sparsebit import llm
-from sparsebit.llm import lane as lanes
-from sparsebit.llm import relay, run, walk
-from sparsebit.llm.capture import Call
-from sparsebit.llm.lane import Lane
+from sparsebit.llm.walk import block_walk as walk
+from sparsebit.llm.walk import lane as lanes
+from sparsebit.llm.walk import relay
+from sparsebit.llm.walk.capture import Call
+from sparsebit.llm.walk.lane import Lane
 
+run = importlib.import_module("sparsebit.llm.quantize")  # the name is also that of the function
 CALL = Call((None,), {}, 0)
 
 

@@ -12,7 +12,7 @@ from test_walk import Strange, tiny, tokens
 
 from sparsebit import llm
 from sparsebit.llm import legacy
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric.solvers.gptq import Statistics, gptq
 from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
@@ -100,9 +100,9 @@ def test_d45_no_cuda_no_compiler_no_transformers_on_import():
 
 def test_d45_statistics_do_not_grow_with_the_tokens():
     """The original kept every input of a layer; here a layer keeps one matrix (inputs, inputs)."""
-    from sparsebit.llm.capture import capture
-    from sparsebit.llm.lane import Lane
-    from sparsebit.llm.statistics import collect
+    from sparsebit.llm.walk.capture import capture
+    from sparsebit.llm.walk.lane import Lane
+    from sparsebit.llm.walk.statistics import collect
 
     model = tiny()
     for n in (1, 8):

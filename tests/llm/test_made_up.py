@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo"))
 __import__("zoo_shim").install()  # before transformers looks for torchvision
 transformers = importlib.import_module("transformers")
 transformers.utils.logging.disable_progress_bar()
-certificate = importlib.import_module("sparsebit.llm.certificate")
-made = importlib.import_module("sparsebit.llm.made_up")
+certificate = importlib.import_module("sparsebit.llm.checks.certificate")
+made = importlib.import_module("sparsebit.llm.checks.made_up")
 
 OPT = {
     "model_type": "opt", "vocab_size": WORDS, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2,

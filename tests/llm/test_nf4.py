@@ -12,8 +12,8 @@ from test_qlora import needs_peft, peft
 from test_walk import tiny, tokens
 
 from sparsebit.errors import SparsebitError
-from sparsebit.llm import qlora
-from sparsebit.llm.nf4 import is_nf4, nf4, nf4_weight
+from sparsebit.llm.training import qlora
+from sparsebit.llm.training.nf4 import is_nf4, nf4, nf4_weight
 
 present = importlib.util.find_spec("bitsandbytes") is not None
 needs_bitsandbytes = pytest.mark.skipif(not present, reason="bitsandbytes is not installed")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.pipeline import cut
+from sparsebit.llm.training.pipeline import cut
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed (pip install sparsebit[llm])", allow_module_level=True)

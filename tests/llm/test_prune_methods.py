@@ -74,7 +74,7 @@ def test_zeros_are_saved_and_loaded(tmp_path, method, options):
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path, monkeypatch):
-    from sparsebit.llm import store
+    from sparsebit.llm.checkpoints import store
 
     llm.quantize(tiny(), tokens(), save=tmp_path / "whole", method="sparsegpt")
     original = store.Store.write

@@ -14,8 +14,8 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.errors import ConfigError, SparsebitError
-from sparsebit.llm import qlora
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.linear import QuantLinear
+from sparsebit.llm.training import qlora
 from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.spec import QuantSpec
 

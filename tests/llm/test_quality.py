@@ -14,8 +14,8 @@ import torch
 
 from llm_assets import Llama, Sizes
 from sparsebit import llm
-from sparsebit.llm.quality import Quality, advice, quality_of
-from sparsebit.llm.store import Store
+from sparsebit.llm.checkpoints.store import Store
+from sparsebit.llm.checks.quality import Quality, advice, quality_of
 
 SMALL = Sizes(dim=32, hidden=64, layers=3, heads=4, kv_heads=2, vocab=64, length=32)
 needs_transformers = pytest.mark.skipif(

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsebit.errors import SparsebitError
-from sparsebit.llm import kernels
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers import kernels
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric import kernels as switch
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
@@ -195,7 +195,8 @@ def test_compiled(kind):
 
 
 def test_nothing_is_built_on_import(tmp_path):
-    code = "import sys, sparsebit.llm, sparsebit.llm.qlora; print([m for m in ('peft', 'triton') if m in sys.modules])"
+    code = "import sys, sparsebit.llm, sparsebit.llm.training.qlora\n"
+    code += "print([m for m in ('peft', 'triton') if m in sys.modules])"
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "[]" and not list(tmp_path.rglob("*.so"))

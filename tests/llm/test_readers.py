@@ -115,7 +115,7 @@ def test_experts_in_bfloat16_go_where_the_reader_sends_them(tmp_path):
     batch = {"input_ids": torch.randint(3, 90, (2, 48))}
     report = llm.quantize(model.bfloat16(), [batch], save=tmp_path, method="rtn")
     assert report.readers[0].state == "runs"
-    certificate = importlib.import_module("sparsebit.llm.certificate")
+    certificate = importlib.import_module("sparsebit.llm.checks.certificate")
     ours, logits = certificate._Ours(tmp_path, batch), theirs(tmp_path, batch, tmp_path)
     exact = ours.logits("experts")
     assert (logits - exact).norm() < 1e-5 * exact.norm() < (logits - ours.logits()).norm()

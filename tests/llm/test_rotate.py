@@ -12,9 +12,9 @@ from torch import nn
 
 from sparsebit import llm
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.llm.capture import capture
-from sparsebit.llm.rotate import Rotated
-from sparsebit.llm.sources import InMemory
+from sparsebit.llm.models.sources import InMemory
+from sparsebit.llm.transforms.rotate import Rotated
+from sparsebit.llm.walk.capture import capture
 from sparsebit.numeric.solvers.rotation import hadamard, rotation
 
 

@@ -11,7 +11,7 @@ from sparsebit import llm
 from sparsebit.errors import ConfigError, ExportError
 from sparsebit.llm.formats import format_of
 from sparsebit.llm.formats.int_quantized import IntQuantized
-from sparsebit.llm.int8 import Int8Linear
+from sparsebit.llm.layers.int8 import Int8Linear
 from sparsebit.numeric.solvers.rtn import rtn
 from sparsebit.numeric.solvers.smoothquant import PeakStatistics, round_tokens, smooth_scales
 from sparsebit.numeric.spec import QuantSpec

@@ -130,9 +130,9 @@ def test_outputs_of_inner_blocks_that_the_model_reads(layer, tmp_path):
     model, batches = build(LLAVA, **{**settings, "vision_feature_layer": layer})
     llm.quantize(model, batches, save=tmp_path, towers="all", refine=0, **OPTIONS)
     assert change(logits(llm.load(tmp_path), batches[0]), logits(model, batches[0])) < 1e-3
-    from sparsebit.llm.data import Data
-    from sparsebit.llm.relay import Relay
-    from sparsebit.llm.sources import InMemory
+    from sparsebit.llm.models.sources import InMemory
+    from sparsebit.llm.walk.data import Data
+    from sparsebit.llm.walk.relay import Relay
 
     relay = Relay(InMemory(model, towers="all"), Data(batches, [], True), None, False)
     expected = {-1: set(), -2: {2}}.get(layer if isinstance(layer, int) else 0, {1, 2})
@@ -164,7 +164,7 @@ def test_widths_are_chosen_over_both_towers(tmp_path):
 
 
 def test_a_run_that_was_killed_between_towers_ends_in_the_same_bytes(tmp_path, monkeypatch):
-    from sparsebit.llm.store import Store
+    from sparsebit.llm.checkpoints.store import Store
 
     model, batches = build(T5)
     llm.quantize(model, batches, save=tmp_path / "a", match_float=True, **OPTIONS, **forced(T5))

@@ -100,7 +100,7 @@ def test_bfloat16_stays_bfloat16(tmp_path):
 
 
 def test_a_folder_is_never_in_memory_as_a_whole(tmp_path):
-    from sparsebit.llm.sources import OnDisk
+    from sparsebit.llm.models.sources import OnDisk
 
     build("Llama").save_pretrained(tmp_path)
     source = OnDisk(tmp_path)

@@ -11,8 +11,8 @@ import pytest
 
 CHECK = """
 import itertools, torch
-from sparsebit.llm import triton_kernels as kernels
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers import triton_kernels as kernels
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
 def compare(bits, group, outputs, inputs, rows, dtype, ordered=False):
@@ -41,7 +41,7 @@ for bits in (2, 3, 4, 8):
     compare(bits, 16, 16, 80, 1, torch.float32, ordered=True)
 
 # QuantLinear takes them for CUDA tensors; here it is told that these are some
-from sparsebit.llm import kernels as choice
+from sparsebit.llm.layers import kernels as choice
 from sparsebit.numeric.kernels import use_native
 use_native(False)
 layer = QuantLinear(QuantizedWeight(torch.randint(0, 8, (20, 48), dtype=torch.uint8), torch.rand(20, 3).half(),
@@ -62,7 +62,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sparsebit.llm import triton_kernels as kernels
+from sparsebit.llm.layers import triton_kernels as kernels
 
 sizes = {name: "i32" for name in ("rows", "outputs", "inputs", "words", "groups")}
 tensors = {"x": "*bf16", "out": "*bf16", "packed": "*i32", "scales": "*fp16", "zeros": "*u8", "g_idx": "*i32"}

@@ -18,10 +18,10 @@ from torch import nn
 from llm_assets import Llama, Sizes
 from sparsebit import llm
 from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
-from sparsebit.llm.blocks import linears_of
-from sparsebit.llm.capture import capture
-from sparsebit.llm.lane import Lane
-from sparsebit.llm.statistics import collect, sharing
+from sparsebit.llm.models.blocks import linears_of
+from sparsebit.llm.walk.capture import capture
+from sparsebit.llm.walk.lane import Lane
+from sparsebit.llm.walk.statistics import collect, sharing
 
 SMALL = Sizes(dim=32, hidden=48, layers=3, heads=4, kv_heads=2, vocab=64, length=32)
 
@@ -172,7 +172,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(tmp_path, monkeypatch, mixed,
         options |= {"candidate_bits": (2, 4), "average_bits": 3.0}
         del options["bits"]
     llm.quantize(tiny(), tokens(), save=tmp_path / "whole", **options)
-    from sparsebit.llm import store
+    from sparsebit.llm.checkpoints import store
 
     original = store.Store.write
     monkeypatch.setattr(
@@ -197,7 +197,7 @@ def test_killed_in_the_middle(tmp_path):
         torch.set_num_threads(1)
         from test_walk import tiny, tokens
         from sparsebit import llm
-        from sparsebit.llm.store import Store
+        from sparsebit.llm.checkpoints.store import Store
         write = Store.write
         def killing(self, block, *rest):
             write(self, block, *rest)
@@ -242,7 +242,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
     """Float blocks alive at once: one and its twin, however many there are."""
     import gc
 
-    from sparsebit.llm import walk
+    from sparsebit.llm.walk import block_walk as walk
 
     most = []
     original = walk._solve_block
@@ -266,7 +266,7 @@ def test_memory_does_not_grow_with_the_layers(tmp_path, monkeypatch):
     "options", [{}, {"match_float": True}, {"candidate_bits": (2, 4), "average_bits": 3.0}, {"method": "awq"}]
 )
 def test_activations_on_disk_give_the_same_bytes(tmp_path, monkeypatch, options):
-    from sparsebit.llm.spill import Spilled
+    from sparsebit.llm.walk.spill import Spilled
 
     held = []
     write = Spilled.__setitem__

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import sparsebit
-from sparsebit.cli.output import Interrupted, same, say, show_error, show_json
+from sparsebit.cli.terminal.output import Interrupted, same, say, show_error, show_json
 from sparsebit.errors import SparsebitError
 from sparsebit.registry import Registry
 

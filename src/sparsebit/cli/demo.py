@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.cli.output import InputError
+from sparsebit.cli.terminal.output import InputError
 from sparsebit.errors import ExportError
 from sparsebit.export.onnx.to_onnx import require
 from sparsebit.quantization.modules import QuantOpr

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsebit.cli.output import InputError
+from sparsebit.cli.terminal.output import InputError
 
 
 @dataclass(frozen=True)

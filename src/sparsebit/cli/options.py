@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sparsebit.cli.output import InputError
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import InputError
+from sparsebit.cli.terminal.progress import start
 
 
 class FrontEnd(str, Enum):

@@ -3,13 +3,13 @@
 llm.quantize(model, batches, bits=4, save="out/"); model = llm.load("out/")
 """
 
-from sparsebit.llm.blocks import Layout, find_blocks
-from sparsebit.llm.checkpoint import load
+from sparsebit.llm.checkpoints.load import load
+from sparsebit.llm.checks.perplexity import perplexity
 from sparsebit.llm.gguf import GgufReport, export_gguf
-from sparsebit.llm.linear import QuantLinear
-from sparsebit.llm.measure import perplexity
+from sparsebit.llm.layers.linear import QuantLinear
+from sparsebit.llm.models.blocks import Layout, find_blocks
+from sparsebit.llm.quantize import quantize
 from sparsebit.llm.report import Report
-from sparsebit.llm.run import quantize
 
 __all__ = [
     "GgufReport",

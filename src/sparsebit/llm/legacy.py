@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, ExportError
-from sparsebit.llm.checkpoint import fill, find_layer
-from sparsebit.llm.experts import unfold
-from sparsebit.llm.linear import QuantLinear
-from sparsebit.llm.names import Names
-from sparsebit.llm.skeleton import skeleton, tie_weights
+from sparsebit.llm.checkpoints.load import fill, find_layer
+from sparsebit.llm.layers.linear import QuantLinear
+from sparsebit.llm.models.experts import unfold
+from sparsebit.llm.models.names import Names
+from sparsebit.llm.models.skeleton import skeleton, tie_weights
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.words import pack_words, unpack_words, words_of
 from sparsebit.utils.files import whole_file

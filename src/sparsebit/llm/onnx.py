@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ExportError
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
 OPSET = 21  # the first with blocks and 4-bit integers

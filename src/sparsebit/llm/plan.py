@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebit.llm.experts import is_conv1d
 from sparsebit.llm.formats import FORMATS, Format, spec_of
 from sparsebit.llm.groups import group_sizes, nearly_all
+from sparsebit.llm.models.experts import is_conv1d
+from sparsebit.llm.models.sources import InMemory
 from sparsebit.llm.readers import Packed, Plan
-from sparsebit.llm.sources import InMemory
-from sparsebit.llm.walk import Job
+from sparsebit.llm.walk.block_walk import Job
 from sparsebit.numeric.spec import QuantSpec
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsebit.llm.blocks import Layout
-from sparsebit.llm.quality import Quality, advice
+from sparsebit.llm.checks.quality import Quality, advice
+from sparsebit.llm.models.blocks import Layout
 from sparsebit.llm.readers import Row
 
 SHOWN, MUCH = 0.01, 0.1  # shares of the weights in the blocks that stay float: shown, and warned of

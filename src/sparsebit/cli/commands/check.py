@@ -8,9 +8,9 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.inputs import Inputs, example_of
-from sparsebit.cli.output import one_line, show
-from sparsebit.cli.progress import start, status
+from sparsebit.cli.inputs.inputs import Inputs, example_of
+from sparsebit.cli.terminal.output import one_line, show
+from sparsebit.cli.terminal.progress import start, status
 
 
 @app.command(epilog="Example: sparsebit check net.py:build --input-shape 1,3,224,224")
@@ -31,7 +31,7 @@ def check(
     Exit code 1 if nothing of the model would be quantized.
     """
     start()
-    from sparsebit.cli.work import hint_at_export
+    from sparsebit.cli.runs.steps import hint_at_export
     from sparsebit.quantization import QuantModel
 
     settings = options.quant_config(config, preset, changes)

@@ -9,8 +9,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show, show_json
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import InputError, show, show_json
+from sparsebit.cli.terminal.progress import start
 
 config = typer.Typer(no_args_is_help=True, help="Start, check and complete config files.")
 app.add_typer(config, name="config", epilog="Example: sparsebit config init --preset w4a8")

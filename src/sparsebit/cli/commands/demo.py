@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import show_json
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import show_json
+from sparsebit.cli.terminal.progress import start
 
 
 @app.command(epilog="Example: sparsebit demo")

@@ -9,8 +9,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show, show_error
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import InputError, show, show_error
+from sparsebit.cli.terminal.progress import start
 from sparsebit.errors import ExportError
 
 
@@ -28,8 +28,8 @@ def export(
 
     Exit code 1 if it could not be written, or does not do what the model does.
     """
-    from sparsebit.cli import compare, work
-    from sparsebit.cli.run import Run
+    from sparsebit.cli.runs import compare, steps
+    from sparsebit.cli.runs.run import Run
 
     opened = Run.open(run)
     start()
@@ -37,7 +37,7 @@ def export(
     from sparsebit.export.files import writable
     from sparsebit.export.onnx.to_onnx import require
 
-    path = output or run / work.ONNX
+    path = output or run / steps.ONNX
     if path.exists():
         raise InputError(f"{path}: is there already; name another file with --output")
     if backend is not None and backend not in BACKENDS:
@@ -46,22 +46,22 @@ def export(
         raise InputError("--backend: only quantized models are written for a backend; leave it out")
     require("onnx", "onnxscript", "onnxruntime")
     writable(path)
-    model, batches, net = work.finished(opened)
+    model, batches, net = steps.finished(opened)
     try:
-        report = work.write_onnx(model, batches, path, fixed_batch, backend)
+        report = steps.write_onnx(model, batches, path, fixed_batch, backend)
     except ExportError as error:
         show_error(str(error))
         if output is None:
-            work.note_failure(opened, error)
-            work.refresh_report(run)
+            steps.note_failure(opened, error)
+            steps.refresh_report(run)
         if json:
             show({"ok": False, "error": str(error)}, "", json)
         return 1
     if output is None:
-        opened.about.pop(work.FAILED, None)
-        lines = work.certificate_lines(report)
-        opened.finish("export", file=work.ONNX, bytes=report.bytes, certificate=lines)
+        opened.about.pop(steps.FAILED, None)
+        lines = steps.certificate_lines(report)
+        opened.finish("export", file=steps.ONNX, bytes=report.bytes, certificate=lines)
         compare.compare(opened, net, model, batches, path, opened.about["settings"].get("metric"))
-        work.refresh_report(run)
+        steps.refresh_report(run)
     show(report.as_dict(), str(report), json)
     return 0

@@ -12,8 +12,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import show_json, show_table
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import show_json, show_table
+from sparsebit.cli.terminal.progress import start
 
 
 class Kind(str, Enum):

@@ -12,8 +12,8 @@ import typer
 from sparsebit.cli import options
 from sparsebit.cli.app import app
 from sparsebit.cli.llm_options import keywords_of, with_table
-from sparsebit.cli.output import InputError, Interrupted, show, show_error
-from sparsebit.cli.progress import start, status
+from sparsebit.cli.terminal.output import InputError, Interrupted, show, show_error
+from sparsebit.cli.terminal.progress import start, status
 from sparsebit.errors import ReaderError
 
 llm = typer.Typer(no_args_is_help=True, help="Quantize, measure and try language models.")
@@ -65,8 +65,8 @@ def quantize(
 
     The model is read block by block, so it need not fit into memory. What is not said is decided by the method.
     """
-    from sparsebit.cli.run import again
-    from sparsebit.cli.text import model_folder
+    from sparsebit.cli.inputs.tokens import model_folder
+    from sparsebit.cli.runs.run import again
 
     source = model_folder(folder)
     keywords = keywords_of(given)
@@ -100,7 +100,7 @@ def evaluate(
     """Measure the perplexity of a model, quantized or not, on a text; less is better."""
     import math
 
-    from sparsebit.cli.text import check_tokens, load_model, model_folder, read_tokens
+    from sparsebit.cli.inputs.tokens import check_tokens, load_model, model_folder, read_tokens
 
     source = model_folder(folder)
     if data is None:
@@ -134,7 +134,7 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Let a model, quantized or not, go on with a prompt; without --prompt, line by line until Ctrl-D."""
-    from sparsebit.cli.text import load_model, load_tokenizer, model_folder
+    from sparsebit.cli.inputs.tokens import load_model, load_tokenizer, model_folder
 
     source = model_folder(folder)
     if json and prompt is None:
@@ -192,8 +192,15 @@ def _line() -> str | None:
 def _batches(folder: Path, data: str, samples: int, length: int | None) -> list[Any]:
     from transformers import AutoConfig
 
-    from sparsebit.cli.objects import call
-    from sparsebit.cli.text import check_tokens, in_halves, is_batches, read_batches, read_tokens, windows
+    from sparsebit.cli.inputs.objects import call
+    from sparsebit.cli.inputs.tokens import (
+        check_tokens,
+        in_halves,
+        is_batches,
+        read_batches,
+        read_tokens,
+        windows,
+    )
 
     if is_batches(data):
         return read_batches(data, samples)

@@ -9,8 +9,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.commands.llm import Folder, llm
-from sparsebit.cli.output import InputError, show, show_error
-from sparsebit.cli.progress import start, status
+from sparsebit.cli.terminal.output import InputError, show, show_error
+from sparsebit.cli.terminal.progress import start, status
 from sparsebit.errors import ReaderError
 
 
@@ -44,7 +44,7 @@ def export(
 
     Layers of 2, 3, 4 and 8 bits keep the codes that were solved, wherever a block of GGUF can hold them.
     """
-    from sparsebit.cli.text import model_folder
+    from sparsebit.cli.inputs.tokens import model_folder
 
     if gguf is None:
         raise InputError("--gguf: which file? name one, such as --gguf model.gguf")

@@ -8,8 +8,8 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show
-from sparsebit.cli.progress import start
+from sparsebit.cli.terminal.output import InputError, show
+from sparsebit.cli.terminal.progress import start
 
 
 @app.command(epilog="Example: sparsebit profile runs/w8a8")
@@ -19,15 +19,15 @@ def profile(
     json: options.Json = False,
 ) -> None:
     """Measure the error of every layer, and the override that would fix it; kept in the run as profile.json."""
-    from sparsebit.cli import work
-    from sparsebit.cli.run import Run
+    from sparsebit.cli.runs import steps
+    from sparsebit.cli.runs.run import Run
 
     opened = Run.open(run)
     if opened.command != "quantize":
         raise InputError(f"{run}: is a run of {opened.command}; only quantized models have errors per layer")
     start()
-    qmodel, found, _ = work.finished(opened)
+    qmodel, found, _ = steps.finished(opened)
     result = qmodel.profile(found[:batches])
     opened.write("profile.json", result.as_dict())
-    work.refresh_report(run)
+    steps.refresh_report(run)
     show(result.as_dict(), str(result), json)

@@ -8,10 +8,10 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.data import absolute
-from sparsebit.cli.inputs import Inputs, example_of
-from sparsebit.cli.output import InputError, show
-from sparsebit.cli.progress import start, status
+from sparsebit.cli.inputs.data import absolute
+from sparsebit.cli.inputs.inputs import Inputs, example_of
+from sparsebit.cli.terminal.output import InputError, show
+from sparsebit.cli.terminal.progress import start, status
 
 Ratio = Annotated[float | None, typer.Option(help="the share of channels that goes")]
 Macs = Annotated[float | None, typer.Option(help="the share of multiplications that stays")]
@@ -61,9 +61,9 @@ def prune(
 
     With --data, the layers behind a cut are refit, and sparsers that look at data can be used.
     """
-    from sparsebit.cli import compare, work
-    from sparsebit.cli.run import check_output, running
-    from sparsebit.cli.slower import warn_if_slower
+    from sparsebit.cli.runs import compare, steps
+    from sparsebit.cli.runs.run import check_output, running
+    from sparsebit.cli.runs.slower import warn_if_slower
 
     inputs = Inputs(model, weights, data, input_shape, batch_size, samples)
     how: dict[str, Any] = {"ratio": ratio, "macs": macs, "params": params, "latency": latency}
@@ -78,10 +78,10 @@ def prune(
     _check_model(model, net)
     with running(output, "prune", inputs, asked, resume) as run:
         small = _pruned(run, net, batches, how, data is not None)
-        exported = work.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
-        compare.compare(run, net, small, batches, output / work.ONNX, metric)
+        exported = steps.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+        compare.compare(run, net, small, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
-        work.refresh_report(output)
+        steps.refresh_report(output)
     result = {
         "ok": exported["ok"] is not False,
         "run": str(output),
@@ -94,13 +94,13 @@ def prune(
 
 
 def _pruned(run: Any, net: Any, batches: list[Any], how: dict[str, Any], with_data: bool) -> Any:
-    from sparsebit.cli import work
+    from sparsebit.cli.runs import steps
 
     if run.done("prune"):
-        return work.load_pruned(run, net, batches)
+        return steps.load_pruned(run, net, batches)
     with run.step("prune") as facts:
         small = _cut(net, batches, how, with_data)
-        work.save_pruned(run, small)
+        steps.save_pruned(run, small)
         with status("counting"):
             facts.update(_costs(net, small, batches[0]))
     return small
@@ -156,7 +156,7 @@ def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
 
 
 def _text(result: dict[str, Any], small: Any) -> str:
-    from sparsebit.cli import compare
+    from sparsebit.cli.runs import compare
     from sparsebit.quantization.analysis.text import count, share
 
     facts = result["prune"]

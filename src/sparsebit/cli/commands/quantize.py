@@ -6,9 +6,9 @@ from typing import Any
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.data import absolute, doubt_samples, length
-from sparsebit.cli.inputs import Inputs
-from sparsebit.cli.output import InputError, show
+from sparsebit.cli.inputs.data import absolute, doubt_samples, length
+from sparsebit.cli.inputs.inputs import Inputs
+from sparsebit.cli.terminal.output import InputError, show
 
 
 @app.command(
@@ -37,9 +37,9 @@ def quantize(
 
     Exit code 1 if the ONNX file could not be written or does not do what the model does; the rest of the run stays.
     """
-    from sparsebit.cli import compare, work
-    from sparsebit.cli.run import check_output, running
-    from sparsebit.cli.slower import warn_if_slower
+    from sparsebit.cli.runs import compare, steps
+    from sparsebit.cli.runs.run import check_output, running
+    from sparsebit.cli.runs.slower import warn_if_slower
 
     if data is None:
         raise InputError("--data: quantization needs a few dozen samples to find the ranges of activations")
@@ -58,17 +58,17 @@ def quantize(
     doubt_samples(data, batches)
     with running(output, "quantize", inputs, asked, resume) as run:
         if run.done("quantize"):
-            qmodel = work.load_quantized(run, net, batches)
+            qmodel = steps.load_quantized(run, net, batches)
         else:
             with run.step("quantize") as facts:
-                qmodel = work.quantize(run, net, batches, settings, trace.value)
-                layers = work.describe(run, qmodel, batches[0])
+                qmodel = steps.quantize(run, net, batches, settings, trace.value)
+                layers = steps.describe(run, qmodel, batches[0])
                 facts.update(samples=sum(map(length, batches)), batch=length(batches[0]))
                 facts.update(_sizes(layers["totals"]))
-        exported = work.export_step(run, qmodel, batches, fixed_batch, tune) if export else {"ok": None}
-        compare.compare(run, net, qmodel, batches, output / work.ONNX, metric)
+        exported = steps.export_step(run, qmodel, batches, fixed_batch, tune) if export else {"ok": None}
+        compare.compare(run, net, qmodel, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
-        work.refresh_report(output)
+        steps.refresh_report(output)
     facts = run.about["steps"]["quantize"]
     result = {"ok": exported["ok"] is not False, "run": str(output), "quantize": facts, "export": exported}
     result |= compare.results(run)
@@ -81,7 +81,7 @@ def _sizes(totals: dict[str, int]) -> dict[str, int]:
 
 
 def _text(result: dict[str, Any]) -> str:
-    from sparsebit.cli import compare
+    from sparsebit.cli.runs import compare
     from sparsebit.quantization.analysis.text import size
 
     facts, exported = result["quantize"], result["export"]

@@ -10,7 +10,7 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show
+from sparsebit.cli.terminal.output import InputError, show
 
 
 class Format(str, Enum):

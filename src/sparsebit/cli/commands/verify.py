@@ -9,9 +9,9 @@ import typer
 
 from sparsebit.cli import options
 from sparsebit.cli.app import app
-from sparsebit.cli.output import InputError, show
-from sparsebit.cli.progress import start, status
-from sparsebit.cli.run import ABOUT, Run
+from sparsebit.cli.runs.run import ABOUT, Run
+from sparsebit.cli.terminal.output import InputError, show
+from sparsebit.cli.terminal.progress import start, status
 
 
 @app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
@@ -41,13 +41,13 @@ def verify(
         )
     start()
     import sparsebit
-    from sparsebit.cli import work
+    from sparsebit.cli.runs import steps
     from sparsebit.export.onnx.to_onnx import require
 
     require("onnx", "onnxscript", "onnxruntime")
     opened = Run.open(folder)
-    work.check_onnx(file)
-    model, found, _ = work.finished(opened)
+    steps.check_onnx(file)
+    model, found, _ = steps.finished(opened)
     with status("running the file, comparing"):
         report = sparsebit.verify(file, model, found[:batches])
     show(report.as_dict(), str(report), json)
@@ -56,7 +56,7 @@ def verify(
 
 def file_of(folder: Path) -> Path:
     """The ONNX file of a run; of another folder, what to do instead."""
-    from sparsebit.cli.work import ONNX
+    from sparsebit.cli.runs.steps import ONNX
 
     if (folder / ONNX).is_file():
         return folder / ONNX

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.solvers.wanda import PrunedWeight
 from sparsebit.numeric.spec import QuantSpec

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, ExportError
 from sparsebit.llm.formats import FORMATS, Format, spec_of
-from sparsebit.llm.int8 import Int8Linear
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.int8 import Int8Linear
+from sparsebit.llm.layers.linear import QuantLinear
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.spec import QuantSpec
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebit.llm.experts import Expert, ExpertStack, is_conv1d
-from sparsebit.llm.linear import QuantLinear
+from sparsebit.llm.layers.linear import QuantLinear
+from sparsebit.llm.models.experts import Expert, ExpertStack, is_conv1d
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
 Value = Tensor | QuantizedWeight

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from sparsebit.errors import ExportError
-from sparsebit.llm.skeleton import check_transformers
-from sparsebit.llm.sources import opened, tensor_files
+from sparsebit.llm.models.skeleton import check_transformers
+from sparsebit.llm.models.sources import opened, tensor_files
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _check_class(names: Any, where: str) -> None:
 
 
 def _load(folder: Path, packed: bool) -> nn.Module:
-    from sparsebit.llm.checkpoint import load
+    from sparsebit.llm.checkpoints.load import load
 
     if packed:
         found: nn.Module = load(folder)

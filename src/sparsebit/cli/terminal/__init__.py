@@ -1,0 +1,1 @@
+"""What a command prints, and signs of life on a terminal."""

@@ -1,0 +1,1 @@
+"""The layers that run packed weights, and their kernels."""

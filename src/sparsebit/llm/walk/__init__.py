@@ -1,0 +1,1 @@
+"""Decoder blocks one after the other: calibration data runs through, and every block is solved and stored."""

@@ -1,0 +1,321 @@
+"""Decoder blocks one after the other: measure, solve, store, and hand the quantized block's outputs on.
+
+Only one block and the activations between two blocks are in memory. A block that is already stored is read instead of
+solved, with the same outputs, so a run that was killed ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import logging
+import weakref
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebit.errors import SparsebitError
+from sparsebit.llm.checkpoints.store import Store
+from sparsebit.llm.formats import Format
+from sparsebit.llm.methods import (
+    IGNORES_DATA,
+    METHODS,
+    NEEDS_DATA,
+    NO_TWIN,
+    PRUNES,
+    SCALES,
+    Solved,
+    options_of,
+)
+from sparsebit.llm.models.blocks import linears_of
+from sparsebit.llm.models.experts import fold_back, is_routed, unfold_tensors
+from sparsebit.llm.models.sources import InMemory
+from sparsebit.llm.transforms.smooth import Feeders, fold
+from sparsebit.llm.walk.capture import Captured
+from sparsebit.llm.walk.lane import Lane
+from sparsebit.llm.walk.relay import Ends, Relay, start_of
+from sparsebit.llm.walk.spill import give_back
+from sparsebit.llm.walk.statistics import collect, sharing
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.rtn import at_least_float, rtn
+from sparsebit.numeric.solvers.smoothquant import round_tokens
+from sparsebit.numeric.solvers.wanda import PrunedWeight
+from sparsebit.numeric.spec import QuantSpec
+
+log = logging.getLogger("sparsebit")
+TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is done to every block."""
+
+    method: str
+    specs: dict[str, QuantSpec]  # by the layer's full name
+    options: dict[str, Any]
+    format: Format
+    scale_dtype: torch.dtype
+    true_sequential: bool = True
+    match_float: bool = False
+
+
+def walk(
+    source: InMemory, relay: Relay | None, job: Job, store: Store, ends: Ends | None = None
+) -> Iterator[int]:
+    """Yields each block's number when it is stored; tower after tower, in the order of running.
+
+    ends  gets what comes out of the towers.
+    """
+    if relay is None:
+        for t, tower in enumerate(source.layout.towers):
+            nothing = Captured(len(tower))
+            yield from _walk_tower(source, _Streams(t, nothing, nothing, 0, False), job, store)
+        return
+    twin = job.match_float and job.method not in NO_TWIN and relay.fitted > 0
+    floats = relay.towers(copies=True, start=0 if twin else relay.fitted)
+    first = next(floats)  # a copy, before the other one changes what they share
+    for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
+        yield from _walk_tower(source, _Streams(t, captured, apart, relay.fitted, twin), job, store)
+        if ends is not None:
+            ends.add(t, captured, apart)
+
+
+@dataclass(frozen=True)
+class _Streams:
+    """What flows through one tower. The first `fitted` batches are fitted on, the others are only measured on."""
+
+    tower: int
+    captured: Captured
+    floats: Captured  # in the float model: all batches where there is a twin, else those that are measured on
+    fitted: int
+    twin: bool  # solvers want to know what the float model would have given
+
+
+@torch.no_grad()
+def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Iterator[int]:
+    captured, floats = flow.captured, flow.floats
+    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[flow.tower])
+    for i in range(start, start + len(captured.calls)):
+        block, prefix = source.block(i), source.layout.prefix(i)
+        float_block = copy.deepcopy(block) if flow.twin else None
+        calls, float_calls = captured.calls[i - start], floats.calls[i - start]
+        names = list(linears_of(block))
+        lane = Lane(block, calls[: flow.fitted], hidden, names)
+        twin = None
+        if float_block is not None:
+            twin = Lane(float_block, float_calls[: flow.fitted], floats.hidden, names)
+        for b in range(len(twin or ()), len(float_calls)):  # before its weights change
+            floats.hidden[b] = float_calls[b].run(block, floats.hidden[b])
+        if store.has(i):
+            restore(source, i, block, store.read(i), job)
+        else:
+            solved, about = _solve_block(_Lanes(lane, twin, feeders), prefix, job)
+            store.write(i, _tensors(source, i, block, solved, job.format), about)
+        for b in range(flow.fitted):
+            hidden[b] = _checked(lane.output(b, last=True), prefix)
+            if twin is not None:
+                floats.hidden[b] = twin.output(b, last=True)
+        with _as_loaded(block, prefix, job):
+            for b in range(flow.fitted, len(calls)):
+                hidden[b] = _checked(calls[b].run(block, hidden[b]), prefix)
+        captured.passed(i - start)
+        floats.passed(i - start)
+        alive = weakref.ref(block)
+        del block, float_block, lane, twin
+        if alive() is not None:  # modules that know their parents are cycles
+            gc.collect()
+        if i % TRIM == TRIM - 1:
+            give_back()
+        yield i
+
+
+@contextlib.contextmanager
+def _as_loaded(block: nn.Module, prefix: str, job: Job) -> Iterator[None]:
+    """The block does what it will do when it is loaded: it may round the inputs of its layers, too."""
+    layers = [m for n, m in linears_of(block).items() if prefix + n in job.specs and job.format.activations]
+    hooks = [m.register_forward_pre_hook(lambda _, args: (round_tokens(args[0]), *args[1:])) for m in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass
+class _Lanes:
+    """A block that is being quantized on what quantized blocks before it give, and its float twin."""
+
+    lane: Lane
+    twin: Lane | None
+    feeders: Feeders
+
+    @property
+    def block(self) -> nn.Module:
+        return self.lane.block
+
+    def collect(self, groups: list[list[str]], peaks: bool = False) -> dict[str, Statistics]:
+        if self.twin is not None:  # its weights stay
+            self.twin.settle(name for group in groups for name in group)
+        return collect(self.lane, groups, self.twin, peaks)
+
+
+def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved], dict[str, dict[str, Any]]]:
+    """Stage after stage (layers that read one tensor); without true_sequential all layers are one stage."""
+    linears = {n: m for n, m in linears_of(lanes.block).items() if prefix + n in job.specs}
+    measured = job.method not in IGNORES_DATA and bool(len(lanes.lane))
+    groups = [list(linears)]
+    if measured:
+        groups = sharing(lanes.twin or lanes.lane.apart(), linears)
+    stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
+    solved: dict[str, Solved] = {}
+    about: dict[str, dict[str, Any]] = {}
+    folded = _fold_scales(lanes, groups, prefix, job) if measured and job.method in SCALES else {}
+    for stage in stages:
+        names = [name for group in stage for name in group]
+        statistics = lanes.collect(stage) if measured else {}
+        if measured:
+            names = [name for name in names if name in statistics or not _stays(name, prefix, job)]
+        for name in names:
+            spec, seen = job.specs[prefix + name], statistics.get(name)
+            solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
+            about[prefix + name] = {**told, **folded.get(name, {})}
+        for name in names:
+            set_weight(linears[name], solved[name])
+        lanes.lane.settle(names)
+        del statistics
+    return solved, about
+
+
+def _stays(name: str, prefix: str, job: Job) -> bool:
+    """Whether a layer that got no input stays float: all but members of lists, experts that wait for other tokens.
+
+    The block reads its weight without calling it (Mamba's dt_proj), or does not use it.
+    """
+    if any(part.isdigit() for part in name.split(".")):
+        return False
+    log.warning("%s%s: the block never calls this layer, so it stays float", prefix, name)
+    del job.specs[prefix + name]
+    return True
+
+
+def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
+    """One after the other, but experts of one stack together: they do not feed each other."""
+    stages: dict[str, list[list[str]]] = {}
+    for group in groups:
+        owner, _, leaf = group[0].rpartition(".")
+        stack = f"{owner.rpartition('.')[0]}.*.{leaf}" if is_routed(block, group[0]) else group[0]
+        stages.setdefault(stack, []).append(group)
+    return list(stages.values())
+
+
+def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) -> dict[str, dict[str, Any]]:
+    """Scales that the method chooses, where the block has a place for them; says which layer took them."""
+    found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
+    scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
+    choose = SCALES[job.method]
+    statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
+    about = {}
+    for group, feeder in scaled:
+        weights = [lanes.block.get_submodule(name).weight for name in group]
+        specs = [job.specs[prefix + name] for name in group]
+        options = options_of(choose, job.options)
+        scales = choose(
+            weights, statistics[group[0]], specs, feeder.rows, scale_dtype=job.scale_dtype, **options
+        )
+        fold(lanes.block, feeder, group, scales)
+        about.update({name: {"scales_in": prefix + feeder.name} for name in group})
+    lanes.lane.forget()
+    return about
+
+
+def solve(
+    linear: nn.Linear, statistics: Statistics | None, spec: QuantSpec, job: Job, name: str
+) -> tuple[Solved, dict[str, Any]]:
+    """One layer; one that no token reached (an expert that is never chosen) is rounded to nearest."""
+    about: dict[str, Any] = {"bits": spec.bits}
+    solver, options = METHODS[job.method], job.options
+    if job.method in SCALES:
+        options = options_of(solver, options)
+    q: Solved
+    try:
+        if statistics is None and job.method in NEEDS_DATA:
+            what = "pruned by size" if job.method in PRUNES else "rounded to nearest"
+            about["note"] = f"no calibration token reached this layer: {what}"
+        if "note" in about and job.method not in PRUNES:
+            q = rtn(linear.weight, None, spec, scale_dtype=job.scale_dtype)
+        else:
+            q = solver(linear.weight, statistics, spec, scale_dtype=job.scale_dtype, **options)
+    except SparsebitError as error:
+        raise type(error)(f"{name}: {error}") from error
+    if isinstance(q, PrunedWeight):
+        about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
+    about["stored_bits"] = round(q.stored_bits(), 4)
+    size = linear.weight.numel()
+    about["bytes"] = [size * linear.weight.element_size(), round(size * q.stored_bits() / 8)]  # before, after
+    if statistics is not None:
+        about["error"] = float(f"{_share_lost(linear.weight, statistics.hessian, q):.4g}")
+    return q, about
+
+
+def _share_lost(weight: Tensor, hessian: Tensor, q: Solved) -> float:
+    """Squared error of the outputs as a share of their squares."""
+    w = at_least_float(weight)
+    gap, h = w - q.dequantize(w.dtype), hessian.to(w.dtype)
+    lost, signal = (((x @ h) * x).sum() for x in (gap, w))
+    return float(lost / signal.clamp(min=1e-30))
+
+
+def set_weight(linear: nn.Linear, q: Solved) -> None:
+    linear.weight = nn.Parameter(q.dequantize(linear.weight.dtype), requires_grad=False)
+
+
+def restore(source: InMemory, index: int, block: nn.Module, stored: dict[str, Tensor], job: Job) -> None:
+    """Puts what is stored of a block into it."""
+    prefix, suffixes = source.layout.prefix(index), () if job.format.plain else job.format.suffixes
+    tensors = source.names.from_files(stored, suffixes)
+    local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    packed = [] if job.format.plain else [name.removeprefix(prefix) for name in job.specs]
+    local = unfold_tensors(source.blocks[index], local, source.naming(index), packed)
+    linears = linears_of(block)
+    for name, spec in list(job.specs.items()):
+        name = name.removeprefix(prefix)
+        if name in linears and prefix + name in job.specs:
+            parts = {s: local[f"{name}.{s}"] for s in job.format.suffixes if f"{name}.{s}" in local}
+            if job.format.suffixes[0] not in parts:  # it stayed float
+                del job.specs[prefix + name]
+                continue
+            set_weight(linears[name], job.format.decode(parts, spec))
+            for suffix in parts:
+                local.pop(f"{name}.{suffix}")
+    block.load_state_dict(local, strict=False, assign=True)  # norms and biases with scales folded in
+
+
+def _tensors(
+    source: InMemory, index: int, block: nn.Module, solved: dict[str, Solved], layout: Format
+) -> dict[str, Tensor]:
+    """The block's state with packed weights in place of float ones, under the names of the files."""
+    prefix = source.layout.prefix(index)
+    tensors = {}
+    for key, value in block.state_dict().items():
+        name, _, leaf = key.rpartition(".")
+        if name in solved and leaf == "weight":
+            tensors.update({f"{name}.{s}": t for s, t in layout.encode(solved[name]).items()})
+        else:
+            tensors[key] = value
+    packed: Container[str] = () if layout.plain else solved
+    tensors = fold_back(source.blocks[index], tensors, source.naming(index), packed)
+    named = {prefix + key: value for key, value in tensors.items()}
+    return source.names.to_files(named, () if layout.plain else (prefix + name for name in solved))
+
+
+def _checked(hidden: Tensor, prefix: str) -> Tensor:
+    if not bool(torch.isfinite(hidden).all()):
+        raise SparsebitError(
+            f"{prefix[:-1]}: its output has NaN or Inf; try another dtype or calibration data"
+        )
+    return hidden
