@@ -2,7 +2,7 @@
 
     python benchmarks/op_costs.py --show                     # measure and print; alone on the machine, half a minute
     python benchmarks/op_costs.py --save vnni                # also write it into the package
-    PYTHONPATH=build/ort_avx2 python benchmarks/op_costs.py --save avx2    # after benchmarks/without_vnni.py build/ort_avx2
+    PYTHONPATH=build/ort_avx2 python benchmarks/op_costs.py --save avx2    # after without_vnni.py
 
 Each case is a file with one op, once in float and once between quantizers, run in a profiled session with one thread.
 The time of the kernel itself and the times of what stands around it (rounding, layouts) are kept apart. Then a few
@@ -187,7 +187,10 @@ def built(case: Case, quantized: bool) -> bytes:
             operands.append(constant((codes * scale[0]).astype(np.float32), "weight"))
     options = dict(case.options)
     if case.op == "Resize":
-        operands += ["", constant(np.array([1, 1, options["scales"], options.pop("scales")], np.float32), "s")]
+        operands += [
+            "",
+            constant(np.array([1, 1, options["scales"], options.pop("scales")], np.float32), "s"),
+        ]
         options["nearest_mode"] = "floor"
     if case.op == "LayerNormalization":
         operands.append(constant(np.ones(case.shapes[0][-1], np.float32), "g"))
@@ -237,7 +240,9 @@ def measured(case: Case) -> dict[str, Any]:
         for name, time, count in found:
             is_border = name in LAYOUTS or (name in ("QuantizeLinear", "DequantizeLinear"))
             if is_border:
-                borders.append((f"{name} of codes" if name == "Transpose" and quantized else name, time, count))
+                borders.append(
+                    (f"{name} of codes" if name == "Transpose" and quantized else name, time, count)
+                )
             else:
                 total += time
         row[form] = total

@@ -309,6 +309,36 @@ def test_weights_of_float_kernels_are_stored_as_float(tmp_path: Path) -> None:
     assert sparsebit.verify(tmp_path / "m.onnx", qmodel, batches).ok
 
 
+class NormBehindDepthwise(nn.Module):
+    """ConvNeXt: a depthwise convolution reads codes of an integer one; a norm of tokens reads its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.depthwise = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return self.head((y + x.permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+def test_a_float_convolution_has_its_bias_as_plain_numbers(tmp_path: Path) -> None:
+    import onnx
+
+    torch.manual_seed(0)
+    model, batches = NormBehindDepthwise().eval(), [torch.randn(2, 3, 12, 12) for _ in range(2)]
+    qmodel = sparsebit.quantize(model, batches, progress=False)
+    report = qmodel.export_onnx(batches[0], str(tmp_path / "m.onnx"), ["x"], batches=batches[1:])
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in graph.initializer}
+    (depthwise,) = (n for n in graph.node if n.op_type == "Conv" and n.input[1] in stored)
+    # the runtime's fast layout takes only constants
+    bias = torch.tensor(stored[depthwise.input[2]])
+    assert torch.allclose(bias, model.depthwise.bias, atol=0.01)  # its correction is small
+    assert report.ok and sparsebit.verify(tmp_path / "m.onnx", qmodel, batches).ok
+
+
 def test_a_file_of_weights_alone_keeps_its_codes(tmp_path: Path) -> None:
     import onnx
 

@@ -64,7 +64,7 @@ class OnnxruntimeBackend(Backend):
 
     def lower(self, model: Any, marks: Marks) -> Any:
         from sparsebit.export.onnx import rewrites
-        from sparsebit.export.onnx.bias import integer_bias
+        from sparsebit.export.onnx.bias import float_biases, integer_bias
         from sparsebit.export.onnx.clips import absorb_clips
         from sparsebit.export.onnx.integer_forms import (
             hard_sigmoids_as_scales,
@@ -94,6 +94,7 @@ class OnnxruntimeBackend(Backend):
         pools_as_convs(model)
         large_pools_in_blocks(model)
         hard_sigmoids_as_scales(model, lowered)
+        float_biases(model, lowered)
         return lowered
 
     def speed_up(self, model: Any, marks: Marks) -> None:
