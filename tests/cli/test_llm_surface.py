@@ -13,8 +13,7 @@ from llm_files import tiny_llama
 from sparsebit import llm
 from sparsebit.cli.llm_options import TABLE
 from sparsebit.errors import ConfigError
-from sparsebit.llm.methods import METHODS, SCALES, keywords
-from sparsebit.numeric.solvers.rtn import rtn
+from sparsebit.llm.methods import METHODS
 
 OTHERWISE = {"model": "DIR", "batches": "--data", "save": "--output"}  # keywords that have another form
 needs_transformers = pytest.mark.skipif(
@@ -26,10 +25,10 @@ needs_transformers = pytest.mark.skipif(
 def of_methods() -> dict[str, set[str]]:
     """Each option, and the methods that take it."""
     found: dict[str, set[str]] = {}
-    for method in (name for name, solver in METHODS.items() if solver.__module__.startswith("sparsebit.")):
-        solver = rtn if method == "rtn" else METHODS[method]
-        for name in [*keywords(solver), *(keywords(SCALES[method]) if method in SCALES else ())]:
-            found.setdefault(name, set()).add(method)
+    for name, method in METHODS.items():
+        if method.__module__.startswith("sparsebit."):
+            for option in method.options():
+                found.setdefault(option, set()).add(name)
     return found
 
 

@@ -15,7 +15,7 @@ from sparsebit.llm.groups import group_sizes, nearly_all
 from sparsebit.llm.models.experts import is_conv1d
 from sparsebit.llm.models.sources import InMemory
 from sparsebit.llm.readers import Packed, Plan
-from sparsebit.llm.walk.block_walk import Job
+from sparsebit.llm.walk.job import Job
 from sparsebit.numeric.spec import QuantSpec
 
 
@@ -145,10 +145,12 @@ def _class_name(model: nn.Module, named: list[str]) -> str:
 
 
 def reorders(job: Job) -> bool:
-    """Whether groups follow the order of the columns instead of being runs of inputs."""
-    takes = {"act_order": True, "static_groups": True, **job.options}
+    """Whether groups follow the order in which columns are solved, instead of being runs of inputs."""
+    options = {**job.method.options(), **job.options}
+    in_order = bool(options.get("act_order", False))
+    runs_of_inputs = bool(options.get("static_groups", True))
     grouped = any(spec.group for spec in job.specs.values())
-    return job.method == "gptq" and bool(takes["act_order"]) and not takes["static_groups"] and grouped
+    return in_order and not runs_of_inputs and grouped
 
 
 def mixed(specs: Mapping[str, QuantSpec], widths: tuple[int, ...]) -> dict[str, QuantSpec]:

@@ -19,7 +19,7 @@ def share_of(left: Mapping[str, int], quantized: int) -> float:
     return sum(left.values()) / max(quantized + sum(left.values()), 1)
 
 
-def said_left(share: float, left: Mapping[str, int]) -> str:
+def left_text(share: float, left: Mapping[str, int]) -> str:
     return f"{share:.0%} of the weights in the blocks stay float, such as {next(iter(left))}"
 
 
@@ -91,7 +91,7 @@ class Report:
             lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
         if self.left_share > SHOWN:
-            lines.append(f"  {said_left(self.left_share, self.left)}")
+            lines.append(f"  {left_text(self.left_share, self.left)}")
         lines += [str(row) for row in self.readers]
         lines.append(
             str(self.measured or "perplexity was not measured: no calibration tokens to measure it on")

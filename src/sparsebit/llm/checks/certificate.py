@@ -25,7 +25,7 @@ from sparsebit.llm.models.sources import InMemory
 from sparsebit.llm.plan import Grids, choices, is_transformers, mixed, plan_of
 from sparsebit.llm.readers import READERS, Plan, Reader, Row, Verdict
 from sparsebit.llm.report import Report
-from sparsebit.llm.walk.block_walk import Job
+from sparsebit.llm.walk.job import Job
 
 log = logging.getLogger("sparsebit")
 EQUAL, NEAR = 1e-4, 2e-2  # of the logits' size: the order of sums; scales that were rounded to half precision

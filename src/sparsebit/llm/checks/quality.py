@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsebit.graph.feeding import signature_of
 from sparsebit.llm.checks.perplexity import logits_of
-from sparsebit.llm.methods import IGNORES_DATA, PRUNES
+from sparsebit.llm.methods import METHODS
 from sparsebit.llm.walk.capture import replaced, runner
 from sparsebit.llm.walk.data import IGNORED, named, places_of, tokens_of
 from sparsebit.llm.walk.relay import Ends
@@ -76,10 +76,11 @@ def quality_of(facts: Mapping[str, Any]) -> Quality:
 
 def advice(run: Mapping[str, Any]) -> str:
     """What to do about a collapse; `run` is what was asked for."""
-    method, bits = run["method"], run["bits"]
-    if method in PRUNES:
+    bits = run["bits"]
+    method = METHODS.get(run["method"])  # None: a plug-in that is not registered any more
+    if method is not None and method.prunes:
         return "prune less (ratio), or by method='sparsegpt'"
-    if method in IGNORES_DATA:
+    if method is not None and not method.uses_data:
         return "use method='gptq' with calibration data"
     if run["candidate_bits"]:
         return "raise average_bits"

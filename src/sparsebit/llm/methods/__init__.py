@@ -1,12 +1,14 @@
-"""Solvers by name: (weight, statistics, spec) -> QuantizedWeight. A new method is one registered function.
+"""Methods: how a layer gets its codes or its zeros. One file is one method, and adding a file adds the method.
 
-What a method wants of the walk is said by the sets below; a method of a user's own gets statistics with a float twin.
+A method is registered as a `Method`, or as a plain function, which becomes a `Method` with the usual needs.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,96 +16,117 @@ from torch import Tensor
 
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.quantized_weight import QuantizedWeight
-from sparsebit.numeric.solvers.awq import awq, awq_scales
-from sparsebit.numeric.solvers.gptq import Statistics, damped, gptq, target_of
-from sparsebit.numeric.solvers.hqq import hqq
-from sparsebit.numeric.solvers.rtn import at_least_float, rtn
-from sparsebit.numeric.solvers.smoothquant import smooth_scales, smoothquant
-from sparsebit.numeric.solvers.sparsegpt import sparsegpt
-from sparsebit.numeric.solvers.wanda import PrunedWeight, check_pattern, wanda
+from sparsebit.numeric.solvers.gptq import Statistics
+from sparsebit.numeric.solvers.wanda import PrunedWeight
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight
 Solver = Callable[..., Solved]
-METHODS: Registry[Solver] = Registry("llm method")
-METHODS.register("gptq")(gptq)
-METHODS.register("awq")(awq)
-METHODS.register("hqq")(hqq)
-METHODS.register("smoothquant")(smoothquant)
+NOT_OPTIONS = ("scale_dtype", "g_idx")  # keyword arguments that `llm.quantize` sets, not the user
 
 
-@METHODS.register("rtn")
-def round_to_nearest(
-    weight: Tensor, statistics: Statistics | None, spec: QuantSpec, **options: Any
-) -> QuantizedWeight:
-    """Looks at no data; `clip="mse"` weighs all inputs alike."""
-    return rtn(weight, None, spec, **options)
+@dataclass(eq=False)
+class Method:
+    """One method: the solver of a layer, and what the solver needs from the walk over the blocks.
+
+    solve       (weight, statistics, spec, *, scale_dtype, ...) -> QuantizedWeight, or PrunedWeight where it prunes.
+                Its other keyword-only arguments are the options of the method.
+    needs_data  the work does not begin without calibration data.
+    uses_data   statistics are collected where there is data; False: `statistics` is always None.
+    twin        with match_float, the solver gets the outputs of the float model too.
+    prunes      it makes zeros instead of codes: it takes no bits, no groups and no other format than "dense".
+    scales      (weights, statistics, specs, tie, *, scale_dtype, ...) -> scales that are folded into the block
+                before its layers are solved.
+    bits, group_size, format   used where the caller of `llm.quantize` gives none.
+    """
+
+    solve: Solver
+    needs_data: bool = False
+    uses_data: bool = True
+    twin: bool = True
+    prunes: bool = False
+    scales: Callable[..., Tensor] | None = None
+    bits: int = 4
+    group_size: int | None = None
+    format: str = "compressed-tensors"
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(
+            self, self.solve
+        )  # the registry and `sparsebit list` read name, module and docstring
+
+    def __call__(
+        self, weight: Tensor, statistics: Statistics | None, spec: QuantSpec, **options: Any
+    ) -> Solved:
+        """Solve one layer, with the options of `solve`."""
+        return self.solve(weight, statistics, spec, **options)
+
+    def run(
+        self,
+        weight: Tensor,
+        statistics: Statistics | None,
+        spec: QuantSpec,
+        scale_dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> Solved:
+        """Solve one layer. Those of `options` that belong to `scales` are left out."""
+        chosen = options_of(self.solve, options)
+        if _takes(self.solve, "scale_dtype"):
+            chosen["scale_dtype"] = scale_dtype
+        return self.solve(weight, statistics, spec, **chosen)
+
+    def options(self) -> dict[str, Any]:
+        """All options of the method with their defaults."""
+        found = defaults_of(self.solve)
+        if self.scales is not None:
+            found.update(defaults_of(self.scales))
+        return found
+
+    def check(self, name: str, options: Iterable[str]) -> None:
+        """Refuse unknown options before any work, and name the known ones."""
+        if _takes_everything(self.solve):
+            return
+        known = self.options()
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"{unknown[0]}: {name} has no such option; it has: {', '.join(known)}")
 
 
-@METHODS.register("wanda")
-def prune_by_inputs(
-    weight: Tensor,
-    statistics: Statistics | None,
-    spec: QuantSpec,
-    *,
-    ratio: float = 0.5,
-    pattern: tuple[int, int] | None = None,
-    scale_dtype: torch.dtype | None = None,
-) -> PrunedWeight:
-    """Zeros by |w| times the size of the input; `spec` says nothing to it."""
-    return wanda(weight, None if statistics is None else statistics.hessian, ratio, pattern)
+class Methods(Registry[Method]):
+    """The registry of methods; a plain function becomes a Method."""
+
+    def add(self, keys: Iterable[Hashable], item: Any, replace: bool = False) -> None:
+        method = item if isinstance(item, Method) else Method(item)
+        super().add(keys, method, replace)
 
 
-@METHODS.register("sparsegpt")
-def prune_and_mend(
-    weight: Tensor,
-    statistics: Statistics | None,
-    spec: QuantSpec,
-    *,
-    ratio: float = 0.5,
-    pattern: tuple[int, int] | None = None,
-    damping: float = 0.01,
-    scale_dtype: torch.dtype | None = None,
-) -> PrunedWeight:
-    """Zeros column by column; what is left makes up for them, and for errors of earlier layers."""
-    check_pattern(ratio, pattern)
-    if statistics is None:
-        return wanda(weight, None, ratio, pattern)
-    h = damped(statistics.hessian, damping, weight.shape[1])
-    target = target_of(at_least_float(weight), statistics, h)
-    mended, mask = sparsegpt(target, statistics.hessian, ratio, pattern, damping)
-    return PrunedWeight(torch.where(mask, mended, 0.0).to(weight.dtype))
-
-
-NEEDS_DATA = {"gptq", "awq", "smoothquant", "wanda", "sparsegpt"}  # refuse to start without batches
-IGNORES_DATA = {"rtn", "hqq"}  # statistics are not collected for these
-NO_TWIN = {"awq", "smoothquant", "wanda"}  # do not ask what the float model would have given
-PRUNES = {"wanda", "sparsegpt"}  # zeros instead of codes
-SCALES: dict[str, Callable[..., Tensor]] = {
-    "awq": awq_scales,
-    "smoothquant": smooth_scales,
-}  # scales that are folded into the block before its layers are solved
-
-
-def check_options(method: str, options: dict[str, Any]) -> None:
-    """Unknown options are refused before any work, with what there is."""
-    solver = rtn if METHODS[method] is round_to_nearest else METHODS[method]
-    known = list(dict.fromkeys([*keywords(solver), *(keywords(SCALES[method]) if method in SCALES else ())]))
-    wrong = sorted(set(options) - set(known))
-    if wrong:
-        raise ConfigError(f"{wrong[0]}: {method} has no such option; it has: {', '.join(known)}")
-
-
-def keywords(function: Callable[..., Any]) -> list[str]:
-    """The options of a solver."""
-    return [
-        name for name, p in inspect.signature(function).parameters.items()
-        if p.kind is p.KEYWORD_ONLY and name not in ("scale_dtype", "g_idx")
-    ]  # fmt: skip
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The options of a solver: its keyword-only arguments, with their defaults."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in NOT_OPTIONS:
+            found[name] = parameter.default
+    return found
 
 
 def options_of(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Those of `options` that `function` takes."""
-    known = keywords(function)
-    return {k: v for k, v in options.items() if k in known}
+    if _takes_everything(function):
+        return dict(options)
+    known = defaults_of(function)
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters or _takes_everything(function)
+
+
+def _takes_everything(function: Callable[..., Any]) -> bool:
+    """Whether `function` has `**options`, so that its options are not known."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+METHODS = Methods("llm method")
+METHODS.discover(__name__)

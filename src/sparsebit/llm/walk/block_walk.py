@@ -12,7 +12,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,47 +21,24 @@ from torch import Tensor, nn
 
 from sparsebit.errors import SparsebitError
 from sparsebit.llm.checkpoints.store import Store
-from sparsebit.llm.formats import Format
-from sparsebit.llm.methods import (
-    IGNORES_DATA,
-    METHODS,
-    NEEDS_DATA,
-    NO_TWIN,
-    PRUNES,
-    SCALES,
-    Solved,
-    options_of,
-)
+from sparsebit.llm.methods import Solved, options_of
 from sparsebit.llm.models.blocks import linears_of
-from sparsebit.llm.models.experts import fold_back, is_routed, unfold_tensors
+from sparsebit.llm.models.experts import is_routed
 from sparsebit.llm.models.sources import InMemory
 from sparsebit.llm.transforms.smooth import Feeders, fold
 from sparsebit.llm.walk.capture import Captured
+from sparsebit.llm.walk.job import Job
 from sparsebit.llm.walk.lane import Lane
 from sparsebit.llm.walk.relay import Ends, Relay, start_of
+from sparsebit.llm.walk.solve import set_weight, solve
 from sparsebit.llm.walk.spill import give_back
 from sparsebit.llm.walk.statistics import collect, sharing
+from sparsebit.llm.walk.stored import restore, stored_tensors
 from sparsebit.numeric.solvers.gptq import Statistics
-from sparsebit.numeric.solvers.rtn import at_least_float, rtn
 from sparsebit.numeric.solvers.smoothquant import round_tokens
-from sparsebit.numeric.solvers.wanda import PrunedWeight
-from sparsebit.numeric.spec import QuantSpec
 
 log = logging.getLogger("sparsebit")
 TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is done to every block."""
-
-    method: str
-    specs: dict[str, QuantSpec]  # by the layer's full name
-    options: dict[str, Any]
-    format: Format
-    scale_dtype: torch.dtype
-    true_sequential: bool = True
-    match_float: bool = False
 
 
 def walk(
@@ -76,7 +53,7 @@ def walk(
             nothing = Captured(len(tower))
             yield from _walk_tower(source, _Streams(t, nothing, nothing, 0, False), job, store)
         return
-    twin = job.match_float and job.method not in NO_TWIN and relay.fitted > 0
+    twin = job.match_float and job.method.twin and relay.fitted > 0
     floats = relay.towers(copies=True, start=0 if twin else relay.fitted)
     first = next(floats)  # a copy, before the other one changes what they share
     for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
@@ -115,7 +92,7 @@ def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Ite
             restore(source, i, block, store.read(i), job)
         else:
             solved, about = _solve_block(_Lanes(lane, twin, feeders), prefix, job)
-            store.write(i, _tensors(source, i, block, solved, job.format), about)
+            store.write(i, stored_tensors(source, i, block, solved, job.format), about)
         for b in range(flow.fitted):
             hidden[b] = _checked(lane.output(b, last=True), prefix)
             if twin is not None:
@@ -167,14 +144,16 @@ class _Lanes:
 def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved], dict[str, dict[str, Any]]]:
     """Stage after stage (layers that read one tensor); without true_sequential all layers are one stage."""
     linears = {n: m for n, m in linears_of(lanes.block).items() if prefix + n in job.specs}
-    measured = job.method not in IGNORES_DATA and bool(len(lanes.lane))
+    measured = job.method.uses_data and len(lanes.lane) > 0
     groups = [list(linears)]
     if measured:
         groups = sharing(lanes.twin or lanes.lane.apart(), linears)
     stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
     solved: dict[str, Solved] = {}
     about: dict[str, dict[str, Any]] = {}
-    folded = _fold_scales(lanes, groups, prefix, job) if measured and job.method in SCALES else {}
+    folded: dict[str, dict[str, Any]] = {}
+    if measured and job.method.scales is not None:
+        folded = _fold_scales(lanes, groups, prefix, job, job.method.scales)
     for stage in stages:
         names = [name for group in stage for name in group]
         statistics = lanes.collect(stage) if measured else {}
@@ -213,11 +192,12 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
     return list(stages.values())
 
 
-def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) -> dict[str, dict[str, Any]]:
+def _fold_scales(
+    lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job, choose: Callable[..., Tensor]
+) -> dict[str, dict[str, Any]]:
     """Scales that the method chooses, where the block has a place for them; says which layer took them."""
     found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
     scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
-    choose = SCALES[job.method]
     statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
     about = {}
     for group, feeder in scaled:
@@ -231,86 +211,6 @@ def _fold_scales(lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job) 
         about.update({name: {"scales_in": prefix + feeder.name} for name in group})
     lanes.lane.forget()
     return about
-
-
-def solve(
-    linear: nn.Linear, statistics: Statistics | None, spec: QuantSpec, job: Job, name: str
-) -> tuple[Solved, dict[str, Any]]:
-    """One layer; one that no token reached (an expert that is never chosen) is rounded to nearest."""
-    about: dict[str, Any] = {"bits": spec.bits}
-    solver, options = METHODS[job.method], job.options
-    if job.method in SCALES:
-        options = options_of(solver, options)
-    q: Solved
-    try:
-        if statistics is None and job.method in NEEDS_DATA:
-            what = "pruned by size" if job.method in PRUNES else "rounded to nearest"
-            about["note"] = f"no calibration token reached this layer: {what}"
-        if "note" in about and job.method not in PRUNES:
-            q = rtn(linear.weight, None, spec, scale_dtype=job.scale_dtype)
-        else:
-            q = solver(linear.weight, statistics, spec, scale_dtype=job.scale_dtype, **options)
-    except SparsebitError as error:
-        raise type(error)(f"{name}: {error}") from error
-    if isinstance(q, PrunedWeight):
-        about.update(bits=q.bits, sparsity=round(q.sparsity, 4))
-    about["stored_bits"] = round(q.stored_bits(), 4)
-    size = linear.weight.numel()
-    about["bytes"] = [size * linear.weight.element_size(), round(size * q.stored_bits() / 8)]  # before, after
-    if statistics is not None:
-        about["error"] = float(f"{_share_lost(linear.weight, statistics.hessian, q):.4g}")
-    return q, about
-
-
-def _share_lost(weight: Tensor, hessian: Tensor, q: Solved) -> float:
-    """Squared error of the outputs as a share of their squares."""
-    w = at_least_float(weight)
-    gap, h = w - q.dequantize(w.dtype), hessian.to(w.dtype)
-    lost, signal = (((x @ h) * x).sum() for x in (gap, w))
-    return float(lost / signal.clamp(min=1e-30))
-
-
-def set_weight(linear: nn.Linear, q: Solved) -> None:
-    linear.weight = nn.Parameter(q.dequantize(linear.weight.dtype), requires_grad=False)
-
-
-def restore(source: InMemory, index: int, block: nn.Module, stored: dict[str, Tensor], job: Job) -> None:
-    """Puts what is stored of a block into it."""
-    prefix, suffixes = source.layout.prefix(index), () if job.format.plain else job.format.suffixes
-    tensors = source.names.from_files(stored, suffixes)
-    local = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    packed = [] if job.format.plain else [name.removeprefix(prefix) for name in job.specs]
-    local = unfold_tensors(source.blocks[index], local, source.naming(index), packed)
-    linears = linears_of(block)
-    for name, spec in list(job.specs.items()):
-        name = name.removeprefix(prefix)
-        if name in linears and prefix + name in job.specs:
-            parts = {s: local[f"{name}.{s}"] for s in job.format.suffixes if f"{name}.{s}" in local}
-            if job.format.suffixes[0] not in parts:  # it stayed float
-                del job.specs[prefix + name]
-                continue
-            set_weight(linears[name], job.format.decode(parts, spec))
-            for suffix in parts:
-                local.pop(f"{name}.{suffix}")
-    block.load_state_dict(local, strict=False, assign=True)  # norms and biases with scales folded in
-
-
-def _tensors(
-    source: InMemory, index: int, block: nn.Module, solved: dict[str, Solved], layout: Format
-) -> dict[str, Tensor]:
-    """The block's state with packed weights in place of float ones, under the names of the files."""
-    prefix = source.layout.prefix(index)
-    tensors = {}
-    for key, value in block.state_dict().items():
-        name, _, leaf = key.rpartition(".")
-        if name in solved and leaf == "weight":
-            tensors.update({f"{name}.{s}": t for s, t in layout.encode(solved[name]).items()})
-        else:
-            tensors[key] = value
-    packed: Container[str] = () if layout.plain else solved
-    tensors = fold_back(source.blocks[index], tensors, source.naming(index), packed)
-    named = {prefix + key: value for key, value in tensors.items()}
-    return source.names.to_files(named, () if layout.plain else (prefix + name for name in solved))
 
 
 def _checked(hidden: Tensor, prefix: str) -> Tensor:

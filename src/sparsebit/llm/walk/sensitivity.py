@@ -15,10 +15,11 @@ from torch import Tensor
 
 from sparsebit.llm.models.blocks import linears_of
 from sparsebit.llm.models.sources import InMemory
-from sparsebit.llm.walk.block_walk import Job, set_weight, solve
 from sparsebit.llm.walk.capture import Call
+from sparsebit.llm.walk.job import Job
 from sparsebit.llm.walk.lane import Lane
 from sparsebit.llm.walk.relay import Relay, start_of
+from sparsebit.llm.walk.solve import set_weight, solve
 from sparsebit.llm.walk.statistics import collect, sharing
 
 TRIED = 4  # batches on which a change is measured

@@ -1,0 +1,16 @@
+"""smoothquant: weights and activations in 8 bits; scales move the ranges of activations into the weights."""
+
+from sparsebit.llm.methods import METHODS, Method
+from sparsebit.numeric.solvers.smoothquant import smooth_scales, smoothquant
+
+METHODS.register("smoothquant")(
+    Method(
+        smoothquant,
+        needs_data=True,
+        twin=False,
+        scales=smooth_scales,
+        bits=8,
+        group_size=-1,
+        format="int-quantized",
+    )
+)
