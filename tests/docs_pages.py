@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsebit.registries import REGISTRIES, registry
+from sparsebit.registry import Registry
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
@@ -62,25 +65,19 @@ def blocks_of(page: Path, kind: str = "python") -> list[Block]:
 @contextmanager
 def own_registries() -> Iterator[None]:
     """Only what the package registers; what a page adds is gone afterwards."""
-    from sparsebit.export.backends import BACKENDS
-    from sparsebit.llm.methods import METHODS
-    from sparsebit.quantization.modules import QMODULE_MAP
-    from sparsebit.quantization.observers import OBSERVERS_MAP
-    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
-    from sparsebit.sparse.sparsers import SPARSERS_MAP
-
-    registries: Any = (QMODULE_MAP, OBSERVERS_MAP, QUANTIZERS_MAP, BACKENDS, SPARSERS_MAP, METHODS)
-    saved = [dict(registry._items) for registry in registries]
-    for registry in registries:
-        foreign = [key for key, cls in registry.items() if not cls.__module__.startswith("sparsebit.")]
+    every: list[Any] = [registry(kind) for kind in REGISTRIES]
+    registries = [found for found in every if isinstance(found, Registry)]
+    saved = [dict(plugins._items) for plugins in registries]
+    for plugins in registries:
+        foreign = [key for key, item in plugins.items() if not item.__module__.startswith("sparsebit.")]
         for key in foreign:
-            del registry._items[key]
+            del plugins._items[key]
     try:
         yield
     finally:
-        for registry, items in zip(registries, saved):
-            registry._items.clear()
-            registry._items.update(items)
+        for plugins, items in zip(registries, saved):
+            plugins._items.clear()
+            plugins._items.update(items)
 
 
 # -- what pages start from: the files and names that a reader of theirs has -----------------------------------

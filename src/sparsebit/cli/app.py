@@ -1,4 +1,4 @@
-"""The app that commands register with, and the one door where errors become a line and an exit code.
+"""The registry of commands, and the one door where errors become a line and an exit code.
 
 0: done. 1: a check failed. 2: bad input. 70: a defect of Sparsebit. 130: interrupted.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -18,13 +19,45 @@ from sparsebit.cli.terminal.output import Interrupted, same, say, show_error, sh
 from sparsebit.errors import SparsebitError
 from sparsebit.registry import Registry
 
-app = typer.Typer(
-    name="sparsebit",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Start with: sparsebit demo   or: sparsebit check net.py:build --input-shape 1,3,224,224",
-)
+EPILOG = "Start with: sparsebit demo   or: sparsebit check net.py:build --input-shape 1,3,224,224"
+GROUPS = {  # commands of several words: the help of the first word, and an example
+    "config": (
+        "Start, check and complete config files.",
+        "sparsebit config init --preset w4a8",
+    ),
+    "llm": (
+        "Quantize, measure and try language models.",
+        "sparsebit llm quantize models/llama --data text.txt -o runs/w4",
+    ),
+}
+
+
+@dataclass(eq=False)
+class Command:
+    """One command: a function whose arguments are the options, as typer reads them."""
+
+    name: str  # "quantize", or "llm quantize"
+    function: Callable[..., Any]
+    example: str
+
+    def __post_init__(self) -> None:
+        self.__module__ = self.function.__module__  # the registry and `sparsebit list` read these three
+        self.__qualname__ = self.function.__qualname__
+        self.__doc__ = self.function.__doc__
+
+
+COMMANDS: Registry[Command] = Registry("command")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def command(name: str, example: str) -> Callable[[Function], Function]:
+    """Register a function as `sparsebit <name>`. Its docstring is the help, with `example` below it."""
+
+    def register(function: Function) -> Function:
+        COMMANDS.add([name], Command(name, function, example))
+        return function
+
+    return register
 
 
 def _show_version(wanted: bool) -> None:
@@ -33,8 +66,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def sparsebit_command(
+def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Say which one this is.")
     ] = False,
@@ -42,10 +74,48 @@ def sparsebit_command(
     """Quantize, prune and ship PyTorch models."""
 
 
+def commands() -> Registry[Command]:
+    """All commands: those of the folder `commands/`, and those that a program registered."""
+    COMMANDS.discover("sparsebit.cli.commands")
+    return COMMANDS
+
+
+def build() -> typer.Typer:
+    """The command line with every registered command."""
+    app = typer.Typer(
+        name="sparsebit",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=EPILOG,
+    )
+    app.callback()(_main)
+    groups: dict[str, typer.Typer] = {}
+    for found in commands().values():
+        group, _, name = found.name.rpartition(" ")
+        owner = app
+        if group:
+            owner = groups.get(group) or _add_group(app, group)
+            groups[group] = owner
+        owner.command(name, epilog=f"Example: {found.example}")(found.function)
+    return app
+
+
+def _add_group(app: typer.Typer, name: str) -> typer.Typer:
+    group = typer.Typer(no_args_is_help=True)
+    epilog = None
+    text = None
+    if name in GROUPS:
+        text, example = GROUPS[name]
+        epilog = f"Example: {example}"
+    app.add_typer(group, name=name, help=text, epilog=epilog)
+    return group
+
+
 def run(argv: Sequence[str] | None) -> int:
     """Parse and run; whatever a user can do wrong is one line, exit code 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    Registry[Any]("command").discover("sparsebit.cli.commands")
+    app = build()
     _warn_in_one_line()
     try:
         code = int(app(argv, prog_name="sparsebit", standalone_mode=False) or 0)

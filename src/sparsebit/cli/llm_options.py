@@ -14,6 +14,31 @@ import typer
 
 from sparsebit.cli.terminal.output import InputError
 
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="a model as transformers saves it", show_default=False)
+]
+Text = Annotated[
+    str | None,
+    typer.Option("--data", metavar="FILE", help="a .txt file, or an .npy file of tokens", show_default=False),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="FILE",
+        help="a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)",
+        show_default=False,
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="tokens of a sequence; the usual number is 512, or what the model was made for",
+        show_default=False,
+    ),
+]
+
 
 @dataclass(frozen=True)
 class Row:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.inputs.inputs import Inputs, example_of
 from sparsebit.cli.terminal.output import one_line, show
 from sparsebit.cli.terminal.progress import start, status
 
 
-@app.command(epilog="Example: sparsebit check net.py:build --input-shape 1,3,224,224")
+@command("check", "sparsebit check net.py:build --input-shape 1,3,224,224")
 def check(
     model: options.Model,
     weights: options.Weights = None,

@@ -8,15 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.terminal.output import InputError, show, show_json
 from sparsebit.cli.terminal.progress import start
 
-config = typer.Typer(no_args_is_help=True, help="Start, check and complete config files.")
-app.add_typer(config, name="config", epilog="Example: sparsebit config init --preset w4a8")
 
-
-@config.command("init", epilog="Example: sparsebit config init --preset w4a8 --output qconfig.yaml")
+@command("config init", "sparsebit config init --preset w4a8 --output qconfig.yaml")
 def init(
     preset: Annotated[str, typer.Option("--preset", "-p", help="see: sparsebit list presets")] = "w8a8",
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="the file to write")] = Path(
@@ -41,7 +38,7 @@ def init(
     )
 
 
-@config.command("check", epilog="Example: sparsebit config check qconfig.yaml")
+@command("config check", "sparsebit config check qconfig.yaml")
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="a YAML file", show_default=False)],
     json: options.Json = False,
@@ -51,7 +48,7 @@ def check(
     show({"ok": True, "config": found.to_dict()}, f"{file}: ok", json)
 
 
-@config.command("schema", epilog="Example: sparsebit config schema")
+@command("config schema", "sparsebit config schema")
 def schema(json: options.Json = False) -> None:
     """Print the JSON schema of config files, for editors that complete and check YAML."""
     from sparsebit.quantization.quant_config import json_schema

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.terminal.output import InputError, show, show_error
 from sparsebit.cli.terminal.progress import start
 from sparsebit.errors import ExportError
 
 
-@app.command(epilog="Example: sparsebit export runs/w8a8 --backend openvino --output openvino.onnx")
+@command("export", "sparsebit export runs/w8a8 --backend openvino --output openvino.onnx")
 def export(
     run: options.Run,
     output: Annotated[

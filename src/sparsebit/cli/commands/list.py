@@ -4,130 +4,104 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from enum import Enum
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
-from sparsebit.cli.terminal.output import show_json, show_table
+from sparsebit.cli.app import command
+from sparsebit.cli.terminal.output import InputError, did_you_mean, show_json, show_table
 from sparsebit.cli.terminal.progress import start
+from sparsebit.registries import REGISTRIES, registry
+
+LIGHT = ("presets", "commands", "report-formats")  # listed without torch
 
 
-class Kind(str, Enum):
-    observers = "observers"
-    quantizers = "quantizers"
-    sparsers = "sparsers"
-    ops = "ops"
-    backends = "backends"
-    presets = "presets"
-
-
-@app.command("list", epilog="Example: sparsebit list observers")
+@command("list", "sparsebit list observers")
 def list_command(
-    kind: Annotated[Kind, typer.Argument(help="what to list", show_default=False)],
+    kind: Annotated[str, typer.Argument(help=f"one of: {', '.join(REGISTRIES)}", show_default=False)],
     json: options.Json = False,
 ) -> None:
-    """List observers, quantizers, sparsers, ops, backends or presets, with their options."""
-    if kind is not Kind.presets:
+    """List the plug-ins of one kind with their options: observers, sparsers, presets, llm-methods and others."""
+    if kind not in REGISTRIES:
+        hint = did_you_mean(kind, REGISTRIES)
+        raise InputError(f"{kind}: there is no such kind{hint} ({', '.join(REGISTRIES)})")
+    if kind not in LIGHT:
         start()
-    rows = KINDS[kind]()
+    rows = rows_of(registry(kind))
     if json:
         show_json(rows)
         return
-    cells = [[row["name"], row["help"], "\n".join(row.get("options", []))] for row in rows]
     header = ["name", "what it is", "options"]
+    cells = []
+    for row in rows:
+        cells.append([row["name"], row["help"], "\n".join(row.get("options", []))])
     if not any(row[2] for row in cells):
-        header, cells = header[:2], [row[:2] for row in cells]
-    show_table(f"{len(rows)} {kind.value}", header, cells)
+        header = header[:2]
+        cells = [row[:2] for row in cells]
+    show_table(f"{len(rows)} {kind}", header, cells)
 
 
-def _plugins(registry: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    return [
-        {"name": str(name), "help": first_line(cls), "options": _options(cls)}
-        for name, cls in sorted(registry.items())
-    ]
+def rows_of(plugins: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """One row per plug-in: its name, what it is, and its options, sorted by name.
+
+    Plug-ins for ops have objects as keys; their row has the name of the class, and all ops that it is for.
+    """
+    if all(isinstance(key, str) for key in plugins):
+        rows = [_row(str(name), plugin) for name, plugin in plugins.items()]
+    else:
+        rows = list(_rows_by_op(plugins))
+    return sorted(rows, key=lambda row: str(row["name"]))
 
 
-def first_line(cls: Any) -> str:
-    """Of the class's own docstring, or of its file's."""
-    text = vars(cls).get("__doc__") or sys.modules[cls.__module__].__doc__ or ""
+def _row(name: str, plugin: Any) -> dict[str, Any]:
+    if isinstance(plugin, str):  # a preset
+        return {"name": name, "help": plugin}
+    row: dict[str, Any] = {"name": name, "help": first_line(plugin)}
+    found = list(_options(plugin))
+    if found or hasattr(plugin, "Params"):
+        row["options"] = found
+    if hasattr(plugin, "KINDS"):  # of a sparser
+        row["prunes"] = list(plugin.KINDS)
+        row["needs"] = plugin.NEEDS
+    return row
+
+
+def _rows_by_op(plugins: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    spellings: dict[Any, set[str]] = {}
+    for op, plugin in plugins.items():
+        spellings.setdefault(plugin, set()).add(_spelling(op))
+    for plugin, ops in spellings.items():
+        yield {"name": plugin.__name__, "help": ", ".join(sorted(ops))}
+
+
+def first_line(plugin: Any) -> str:
+    """The first line of the plug-in's docstring, or of the docstring of its file."""
+    text = vars(plugin).get("__doc__") or sys.modules[plugin.__module__].__doc__ or ""
     return inspect.cleandoc(text).partition("\n")[0]
 
 
-def _options(cls: Any) -> list[str]:
-    """`ALPHA = 0.001  what it means`."""
-    fields = getattr(getattr(cls, "Params", None), "model_fields", {})
-    return [
-        f"{name.upper()} = {field.get_default(call_default_factory=True)}"
-        + (f"  {field.description}" if field.description else "")
-        for name, field in fields.items()
-    ]
-
-
-def _observers() -> list[dict[str, Any]]:
-    from sparsebit.quantization.observers import OBSERVERS_MAP
-
-    return _plugins(OBSERVERS_MAP)
-
-
-def _quantizers() -> list[dict[str, Any]]:
-    from sparsebit.quantization.quantizers import QUANTIZERS_MAP
-
-    return _plugins(QUANTIZERS_MAP)
-
-
-def _sparsers() -> list[dict[str, Any]]:
-    from sparsebit.sparse.sparsers import SPARSERS_MAP
-
-    return [
-        row | {"prunes": list(SPARSERS_MAP[row["name"]].KINDS), "needs": SPARSERS_MAP[row["name"]].NEEDS}
-        for row in _plugins(SPARSERS_MAP)
-    ]
-
-
-def _backends() -> list[dict[str, Any]]:
-    from sparsebit.export.backends import BACKENDS
-
-    return [{"name": str(name), "help": first_line_of_file(cls)} for name, cls in sorted(BACKENDS.items())]
-
-
-def first_line_of_file(cls: Any) -> str:
-    return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "").partition("\n")[0]
-
-
-def _presets() -> list[dict[str, Any]]:
-    from sparsebit.quantization.presets import presets
-
-    return [{"name": name, "help": text} for name, text in presets().items()]
-
-
-def _ops() -> list[dict[str, Any]]:
-    """One row per QModule, with all spellings that it replaces."""
-    from sparsebit.quantization.modules import QMODULE_MAP
-
-    spellings: dict[Any, set[str]] = {}
-    for op, cls in QMODULE_MAP.items():
-        spellings.setdefault(cls, set()).add(_spelling(op))
-    rows = [{"name": cls.__name__, "help": ", ".join(sorted(ops))} for cls, ops in spellings.items()]
-    return sorted(rows, key=lambda row: row["name"])
+def _options(plugin: Any) -> Iterator[str]:
+    """`ALPHA = 0.001  what it means` of a class with Params; `alpha = 0.5` of an LLM method."""
+    fields = getattr(getattr(plugin, "Params", None), "model_fields", {})
+    for name, field in fields.items():
+        text = f"{name.upper()} = {field.get_default(call_default_factory=True)}"
+        if field.description:
+            text += f"  {field.description}"
+        yield text
+    defaults = getattr(plugin, "options", None)
+    if callable(defaults):
+        for name, value in defaults().items():
+            yield f"{name} = {value}"
 
 
 def _spelling(op: Any) -> str:
     if isinstance(op, str):
         return op
-    module, name = getattr(op, "__module__", None) or "", getattr(op, "__qualname__", None)
-    home = module.replace("torch.nn.modules", "nn").split(".")[0] if module else ""
-    return f"{home}.{name}".strip(".") if name else str(op)
-
-
-KINDS: dict[Kind, Callable[[], list[dict[str, Any]]]] = {
-    Kind.observers: _observers,
-    Kind.quantizers: _quantizers,
-    Kind.sparsers: _sparsers,
-    Kind.ops: _ops,
-    Kind.backends: _backends,
-    Kind.presets: _presets,
-}
+    name = getattr(op, "__qualname__", None)
+    if not name:
+        return str(op)
+    module = getattr(op, "__module__", None) or ""
+    package = module.replace("torch.nn.modules", "nn").split(".")[0]
+    return f"{package}.{name}".strip(".")

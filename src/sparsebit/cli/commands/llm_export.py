@@ -8,13 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.commands.llm import Folder, llm
+from sparsebit.cli.app import command
+from sparsebit.cli.llm_options import Folder
 from sparsebit.cli.terminal.output import InputError, show, show_error
 from sparsebit.cli.terminal.progress import start, status
 from sparsebit.errors import ReaderError
 
 
-@llm.command("export", epilog="Example: sparsebit llm export runs/w4 --gguf model.gguf --outtype q8_0")
+@command("llm export", "sparsebit llm export runs/w4 --gguf model.gguf --outtype q8_0")
 def export(
     folder: Folder,
     gguf: Annotated[

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.terminal.output import InputError, show
 from sparsebit.cli.terminal.progress import start
 
 
-@app.command(epilog="Example: sparsebit profile runs/w8a8")
+@command("profile", "sparsebit profile runs/w8a8")
 def profile(
     run: options.Run,
     batches: Annotated[int, typer.Option(min=1, help="batches of the run's data to measure on")] = 1,

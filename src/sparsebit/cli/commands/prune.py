@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.inputs.data import absolute
 from sparsebit.cli.inputs.inputs import Inputs, example_of
 from sparsebit.cli.terminal.output import InputError, show
@@ -32,7 +32,7 @@ Merge = Annotated[
 Depth = Annotated[str, typer.Option(help="residual branches that become a linear layer: how many, or a,b,c")]
 
 
-@app.command(epilog="Example: sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
+@command("prune", "sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
 def prune(
     model: options.Model,
     output: options.Output,

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.inputs.data import absolute, doubt_samples, length
 from sparsebit.cli.inputs.inputs import Inputs
 from sparsebit.cli.terminal.output import InputError, show
 
 
-@app.command(
-    epilog="Example: sparsebit quantize net.py:build --data images --input-shape 1,3,224,224 -o runs/w8a8"
-)
+@command("quantize", "sparsebit quantize net.py:build --data images --input-shape 1,3,224,224 -o runs/w8a8")
 def quantize(
     model: options.Model,
     output: options.Output,

@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.terminal.output import InputError, show
+from sparsebit.report import FORMATS, render
+from sparsebit.utils.files import write_whole
+
+Style = Annotated[
+    str, typer.Option("--format", metavar=f"[{'|'.join(FORMATS)}]", help="see: sparsebit list report-formats")
+]
 
 
-class Format(str, Enum):
-    html = "html"
-    md = "md"
-    json = "json"
-
-
-@app.command(epilog="Example: sparsebit report runs/w8a8")
+@command("report", "sparsebit report runs/w8a8")
 def report(
     run: options.Run,
-    style: Annotated[Format, typer.Option("--format", help="a page, Markdown, or plain facts")] = Format.html,
+    style: Style = "html",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="report.* of the run, if left out")
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Write a report of a run: headline, layers, error per layer, certificate. One file, no network needed."""
-    from sparsebit.report import render
-    from sparsebit.utils.files import write_whole
-
-    text = render(run, style.value)
-    path = output or run / f"report.{style.value}"
+    text = render(run, style)
+    path = output or run / f"report.{style}"
     if output is not None and path.exists():
         raise InputError(f"{path}: is there already; name another file with --output")
     write_whole(path, text.encode())

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from sparsebit.cli import options
-from sparsebit.cli.app import app
+from sparsebit.cli.app import command
 from sparsebit.cli.runs.run import ABOUT, Run
 from sparsebit.cli.terminal.output import InputError, show
 from sparsebit.cli.terminal.progress import start, status
 
 
-@app.command(epilog="Example: sparsebit verify runs/w8a8/model.onnx")
+@command("verify", "sparsebit verify runs/w8a8/model.onnx")
 def verify(
     file: Annotated[
         Path,
