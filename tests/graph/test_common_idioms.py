@@ -19,7 +19,7 @@ from sparsebit.sparse.trace.front_end import call_of
 
 
 def run(model: nn.Module, data) -> list[Tensor]:
-    args, kwargs = call_of(data)
+    args, kwargs = call_of(data, model)
     with torch.no_grad():
         return pytree.tree_leaves(model(*args, **kwargs))
 
@@ -38,7 +38,7 @@ def case(request):
 
 def test_is_traced_without_islands(case):
     model, data, inputs = case
-    gm = trace(model, LeafTracer(is_known=lambda op: op is nn.TransformerEncoderLayer), call_of(data(2)))
+    gm = trace(model, LeafTracer(is_known=lambda op: op is nn.TransformerEncoderLayer), call_of(data(2), model))
     assert gm.meta["islands"] == {}
     for each in inputs:  # neither the batch nor the length is baked in
         assert_close(gm, model, each, 1e-6)

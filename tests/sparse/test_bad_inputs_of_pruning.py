@@ -193,3 +193,13 @@ def test_the_sparser_in_use_is_not_recommended():
         unread = lambda output, target: torch.zeros((), requires_grad=True)
         net = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
         sparsebit.prune(net, X[:, :, 0, 0], 0.5, sparser="taylor", batches=[X[:, :, 0, 0]], loss=unread)
+
+
+def test_a_target_behind_the_inputs_is_no_input():
+    """`(x, y)` of a DataLoader means the same to `prune` as to `quantize`: y is a target."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    with_target = sparsebit.prune(model, (x, y), ratio=0.5)
+    without = sparsebit.prune(model, x, ratio=0.5)
+    assert torch.equal(with_target(x), without(x))
+    assert with_target[0].out_features == 8

@@ -64,7 +64,7 @@ def branch(block, x):
 
 
 def names(model, x):
-    return [(p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x)).eval())]
+    return [(p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x, model)).eval())]
 
 
 def test_what_is_found(net):
@@ -98,7 +98,7 @@ def test_what_is_not(net, change):
 @torch.no_grad()
 def test_side_by_side_is_the_sum_of_both(net):
     model, x = net
-    whole = traced(model, call_of(x)).eval()
+    whole = traced(model, call_of(x, model)).eval()
     pair = find_pairs(whole)[1]
     given = x.clone()
     got, early = _side_by_side(whole, pair)(given)

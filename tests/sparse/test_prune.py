@@ -37,7 +37,7 @@ def count(model: torch.nn.Module) -> int:
 
 
 def outputs(model, x):
-    args, kwargs = call_of(x)
+    args, kwargs = call_of(x, model)
     return pytree.tree_leaves(model(*args, **kwargs))
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import sparsebit
-from sparsebit.graph import feeding
+from sparsebit.graph.run import batches
+from sparsebit.graph.run import progress as bars
 from sparsebit.sparse.choose import allocate
-from sparsebit.sparse.trace import batches
 
 
 def small() -> nn.Module:
@@ -24,7 +24,7 @@ def test_it_is_handed_on(monkeypatch, progress):
     def tracked(items, wanted, label="calibrating"):
         if label == "pruning":  # fitting has a bar of its own, and none for its batches
             asked.append(wanted)
-        return feeding.tracked(items, False, label)
+        return bars.tracked(items, False, label)
 
     monkeypatch.setattr(allocate, "tracked", tracked)
     monkeypatch.setattr(batches, "tracked", tracked)

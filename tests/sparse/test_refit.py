@@ -173,7 +173,7 @@ def test_every_architecture_comes_closer(name):
     torch.manual_seed(0)
     model, example = randomise(make()).eval(), data()
     batches, others = ([pytree.tree_map(another, example) for _ in range(n)] for n in (32, 8))
-    reestimate(model, map(call_of, batches))
+    reestimate(model, (call_of(batch, model) for batch in batches))
     smodel = masked(model, example, 0.3, stream=True)
 
     def error(net):
@@ -198,7 +198,7 @@ def another(value):
 
 
 def flat(net, batch):
-    args, kwargs = call_of(batch)
+    args, kwargs = call_of(batch, net)
     found = pytree.tree_leaves(net(*args, **kwargs))
     return torch.cat([v.double().flatten() for v in found if isinstance(v, torch.Tensor)])
 

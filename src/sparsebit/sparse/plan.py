@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import SparsebitError
-from sparsebit.graph.feeding import to_device
+from sparsebit.graph.run.calls import CPU, device_of, to_device
 from sparsebit.graph.trace import unwrapped
 from sparsebit.sparse.cut.compact import compact
 from sparsebit.sparse.cut.surgery import Cut
@@ -90,7 +90,7 @@ class Plan:
 
     def _example(self, model: nn.Module) -> inspect.BoundArguments:
         """A call like the one that the plan was made with."""
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        device = device_of(model) or CPU
         args, kwargs = to_device(_rebuild(self.inputs[0]), device)
         signature = inspect.signature(model.forward)
         try:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.feeding import to_device
+from sparsebit.graph.run.batches import Batches
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.run.modes import evaluating, set_training, training_flags
 from sparsebit.graph.trace import own_copy, unwrapped
-from sparsebit.graph.training import evaluating, set_training, training_flags
 from sparsebit.sparse.checkpoints import as_written_here
 from sparsebit.sparse.choose.additions import layers_before_additions
 from sparsebit.sparse.choose.calibrate import show
@@ -41,7 +42,6 @@ from sparsebit.sparse.plan import Plan, compact_with_plan
 from sparsebit.sparse.sparse_config import SparseConfig
 from sparsebit.sparse.sparsers import Sparser
 from sparsebit.sparse.trace import sharing
-from sparsebit.sparse.trace.batches import Batches
 from sparsebit.sparse.trace.front_end import (
     call_of,
     first_graph,
@@ -78,7 +78,7 @@ class SparseModel(nn.Module):
         self.cfg = SparseConfig.load({} if config is None else config)
         self.config = self.cfg  # the original's name
         self.device = usable_device(self.cfg.device)
-        self.example = None if example is None else call_of(example)
+        self.example = None if example is None else call_of(example, model)
         model = unwrapped(model)
         self._hidden: dict[str, Any] = {"source": model, "given": model, "walk": None, "links": {}}
         self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
@@ -208,8 +208,8 @@ class SparseModel(nn.Module):
             raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
         source: nn.Module = self._hidden["given"] if whole is None else whole
         self._part("refit")
-        device = next((p.device for p in source.parameters()), self.device)
-        whole = traced(source, to_device(self.example, device)).to(self.device).eval()
+        device = device_of(source) or self.device
+        whole = traced(source, self.example.to(device)).to(self.device).eval()
         calls = Batches(self.model, batches, False, "refit")
         with evaluating(self), calls.named():
             fit(self.model, whole, calls, progress)
@@ -223,7 +223,7 @@ class SparseModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.example is None:
-            self.example = _alone((args, kwargs))
+            self.example = Call(args, kwargs).map(lambda t: t.detach().clone())
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             SparseModel.calc_params(self, **waiting)  # a subclass may have another one
@@ -256,7 +256,7 @@ class SparseModel(nn.Module):
                 f"calc_params(), or pass batches to sparsebit.prune"
             )
         if example is not None:
-            self.example = call_of(example)
+            self.example = call_of(example, self)
         budget = {
             k: v for k, v in (("macs", macs), ("params", params), ("latency", latency)) if v is not None
         }
@@ -355,7 +355,7 @@ class SparseModel(nn.Module):
         from sparsebit.export.export_module import export_module
 
         if self.example is None:
-            self(*call_of(dummy_data)[0], **call_of(dummy_data)[1])
+            call_of(dummy_data, self).run(self)
         model = self.compact().eval()
         return export_module(
             model,
@@ -391,9 +391,3 @@ class SparseModel(nn.Module):
             new.__dict__[key] = copy.deepcopy(value, memo)
         sharing.follow(new.model, copied, links)
         return new
-
-
-def _alone(call: Any) -> Any:
-    args, kwargs = call
-    detach = lambda v: v.detach().clone() if isinstance(v, Tensor) else v
-    return tuple(map(detach, args)), {k: detach(v) for k, v in kwargs.items()}

@@ -34,7 +34,7 @@ def _axes(model: Any, batch: Any) -> tuple[dict[str, Any] | None, str]:
 
 
 def _named(model: Any, batch: Any) -> dict[str, Any]:
-    from sparsebit.graph.feeding import signature_of
+    from sparsebit.graph.run.signature import signature_of
 
     example = example_of(model, batch)
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})

@@ -58,9 +58,10 @@ def example_of(model: Any, batch: Any) -> Any:
 def _call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     from torch import export
 
-    from sparsebit.graph.feeding import as_call, signature_of
+    from sparsebit.graph.run.calls import Call
+    from sparsebit.graph.run.signature import signature_of
 
-    return as_call(
+    return Call.of(
         batch, signature_of(model.module() if isinstance(model, export.ExportedProgram) else model)
     )
 

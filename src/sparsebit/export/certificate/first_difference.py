@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
@@ -18,20 +17,7 @@ from sparsebit.export.certificate.end_to_end import check_output
 from sparsebit.export.certificate.runtime import Array
 from sparsebit.export.onnx.to_onnx import modules_around
 from sparsebit.graph.run.calls import Call
-
-
-class _Values(fx.Interpreter):
-    """Runs an exported program and keeps the values that the file computes too."""
-
-    def __init__(self, module: fx.GraphModule, wanted: set[str]):
-        super().__init__(module)
-        self.wanted, self.values = wanted, dict[str, Array]()
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and n.name in self.wanted and not value.is_complex():
-            self.values[n.name] = runtime.torch_outputs(value)[0]
-        return value
+from sparsebit.graph.run.interpreter import Runner
 
 
 def first_difference(model: nn.Module, program: Any, file: Path, call: Call, rounding: float) -> str:
@@ -41,20 +27,25 @@ def first_difference(model: nn.Module, program: Any, file: Path, call: Call, rou
     graph = onnx.load(str(file), load_external_data=False).graph
     outputs = [o.name for o in graph.output]
     module: fx.GraphModule = program.module(check_guards=False)
-    traced = _Values(module, {name for n in graph.node for name in n.output})
-    copy = pytree.tree_map_only(Tensor, torch.clone, call)
-    found = traced.run(*pytree.tree_leaves(copy), enable_io_processing=False)
+    wanted = {name for node in graph.node for name in node.output}
+    values: dict[str, Array] = {}
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and node.name in wanted and not value.is_complex():
+            values[node.name] = runtime.torch_outputs(value)[0]
+
+    found = Runner(module, keep).run_flat(pytree.tree_leaves(call.copy()))
     mine = runtime.torch_outputs(found)
     if check_output(runtime.torch_outputs(call.run(model)), mine) > rounding:
         return (
             "the tracing of the model, before ONNX: its code computes something else when torch.export runs it. "
             "Sizes or values of tensors may decide what it does: write that with torch.where or torch.cond"
         )
-    theirs = runtime.run_bare(file, list(traced.values), *call)
+    theirs = runtime.run_bare(file, list(values), *call)
     for node in module.graph.nodes:
-        if node.name not in traced.values:
+        if node.name not in values:
             continue
-        error = check_output([traced.values[node.name]], [theirs[node.name]])
+        error = check_output([values[node.name]], [theirs[node.name]])
         if error > rounding:
             where = (modules_around(node) or ["the model's own forward"])[-1]
             return f"{where}: its value {node.name} is off by {error:.2g} of the largest value"

@@ -1,18 +1,23 @@
-"""Batches of the user: one after another through a model."""
+"""Batches of the user: what one of them may be, and how they go one after another through a model."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
-from sparsebit.errors import CalibrationError, SparsebitError
-from sparsebit.graph.run.calls import CPU, Call
+from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
+from sparsebit.graph.run.calls import CPU, Call, device_of
+from sparsebit.graph.run.compare import leaves
+from sparsebit.graph.run.modes import evaluating
 from sparsebit.graph.run.progress import tracked
 from sparsebit.graph.run.signature import signature_of
 
@@ -80,3 +85,112 @@ class _Rest(Iterable[Any]):
 
     def __length_hint__(self) -> int:
         return operator.length_hint(self.batches)
+
+
+class Batches:
+    """The user's batches as calls of `model`, on its device; every batch is checked before it is used.
+
+    model     decides by the signature of its forward which values of a batch are inputs.
+    batches   are read each time that somebody iterates.
+    label     names the work in the progress bar and in errors.
+    once      the batches are read only once, so a generator is enough.
+    """
+
+    def __init__(self, model: nn.Module, batches: Any, progress: bool | None, label: str, once: bool = False):
+        if isinstance(batches, Iterator) and not once:
+            raise ConfigError(
+                f"{label}: batches are read several times; pass a list or a loader, not a generator"
+            )
+        self.model = model
+        self.batches = as_iterable(batches)
+        self.signature = signature_of(model)
+        self.progress = progress
+        self.label = label
+        self.device = device_of(model) or CPU
+        self.number = 0  # of the batch in use, from 1 on; 0 between batches
+        self.batch: Any = None  # the batch in use as the user gave it, with its target
+
+    def __iter__(self) -> Iterator[Call]:
+        number = 0
+        for number, batch in enumerate(tracked(self.batches, self.progress, self.label), 1):
+            call = self._call(number, batch)
+            self.number = number
+            self.batch = batch
+            yield call
+            self._leave()
+        if not number:
+            raise CalibrationError(EMPTY)
+
+    def first(self, samples: int) -> Iterator[Call]:
+        """The first batches, until they hold so many samples."""
+        seen = 0
+        calls = iter(self)
+        while seen < samples and (call := next(calls, None)) is not None:
+            yield call
+            seen += call.samples()
+        self._leave()
+
+    def _leave(self) -> None:
+        self.number = 0
+        self.batch = None
+
+    def _call(self, number: int, batch: Any) -> Call:
+        if batch is None:
+            raise CalibrationError(f"batches: batch {number} is None; give inputs, as the example has them")
+        call = Call.of(batch, self.signature)
+        try:
+            self.signature.bind(*call.args, **call.kwargs)
+        except TypeError as error:
+            raise CalibrationError(
+                f"batches: do not fit forward{self.signature}: {error} (batch {number}); give inputs, "
+                f"(inputs, target), a dict of keyword arguments, or (that dict, target)"
+            ) from None
+        refuse_arrays(f"batches: batch {number}", call)
+        call = call.to(self.device)
+        for leaf in leaves(call):
+            bad = _count_bad(leaf)
+            if bad and not self._copes_with(call):
+                raise CalibrationError(
+                    f"batches: batch {number} has NaN or Inf, {bad} of {leaf.numel()} values; leave it out"
+                )
+        return call
+
+    def _copes_with(self, call: Call) -> bool:
+        """Is the output finite anyway? Some models replace such values themselves."""
+        with evaluating(self.model), torch.no_grad():
+            return not any(map(_count_bad, leaves(call.run(self.model))))
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, an error names the batch that was in use."""
+        try:
+            yield
+        except (SparsebitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # any error of the user's model, which goes on to the caller
+            if not self.number:
+                raise
+            form = "inputs as the example has them"
+            if isinstance(self.batch, (tuple, list)) and isinstance(self.batch[0], (tuple, list)):
+                form = "(first, second, target), or a dict of inputs and the target: ({...}, target)"
+            raise CalibrationError(
+                f"batches: the model does not run on batch {self.number}: {in_short(error)}; give {form}"
+            ) from error
+
+
+def refuse_arrays(where: str, value: Any) -> None:
+    if any(isinstance(leaf, np.ndarray) for leaf in pytree.tree_leaves(value)):
+        raise SparsebitError(f"{where}: is a numpy array; pass a tensor: torch.from_numpy(array)")
+
+
+def in_short(error: Exception) -> str:
+    """The type and the first line of an error; an error inside a graph has many more lines."""
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"
+
+
+def _count_bad(x: Any) -> int:
+    """How many values are NaN or +Inf. A mask of attention may hold -Inf."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return 0
+    return int((x.isnan() | x.isposinf()).sum())

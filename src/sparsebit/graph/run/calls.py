@@ -51,6 +51,16 @@ class Call(NamedTuple):
             return cls(tuple(batch[:required]), {})
         return cls(tuple(batch), {})
 
+    @classmethod
+    def of_example(cls, example: Any, signature: inspect.Signature) -> Call:
+        """The arguments in an example. Unlike a batch, it keeps optional inputs that a tuple gives by their place."""
+        if isinstance(example, tuple) and not isinstance(example, (Call, PackedSequence)):
+            takes_a_list = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+            places = sum(p.kind in POSITIONAL for p in signature.parameters.values())
+            if takes_a_list or _required(signature) <= len(example) <= places:
+                return cls(example, {})
+        return cls.of(example, signature)
+
     def bind(self, signature: inspect.Signature) -> dict[str, Any]:
         """Every argument by its name, with the defaults of those that the call leaves out."""
         bound = signature.bind(*self.args, **self.kwargs)

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.interpreter import Runner, writable
 from sparsebit.graph.run.stores import Store
 
 
@@ -38,7 +39,7 @@ class Lane:
         self.store: Store = base.store if base else store or Store()
         self.values: list[dict[fx.Node, Any]] = [{} for _ in batches]
         self._batches = batches
-        self._interpreter = fx.Interpreter(gm, garbage_collect_values=False)
+        self._runner = Runner(gm)
         self._dies_at = _last_uses(gm.graph)
 
     def inputs(self, node: fx.Node) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -76,7 +77,7 @@ class Lane:
 
     def _arguments(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         real = lambda n: self.store.get(values[n])
-        return _plain(fx.node.map_arg(node.args, real)), _plain(fx.node.map_arg(node.kwargs, real))
+        return writable(fx.node.map_arg(node.args, real)), writable(fx.node.map_arg(node.kwargs, real))
 
     def _run(self, node: fx.Node, i: int) -> Any:
         if node.op == "placeholder":
@@ -86,7 +87,7 @@ class Lane:
             return args[0]
         if node.meta.get("inplace"):  # the node may write into its input, which another lane may share
             args = pytree.tree_map_only(Tensor, torch.clone, args)
-        return getattr(self._interpreter, node.op)(node.target, args, kwargs)
+        return getattr(self._runner, node.op)(node.target, args, kwargs)
 
     def _bound(self, i: int) -> dict[str, Any]:
         return Call(*self._batches[i]).bind(inspect.signature(self.gm.forward))
@@ -98,15 +99,6 @@ def advance(node: fx.Node, lanes: Sequence[Lane]) -> None:
         lane._compute(node)
     for lane in lanes:
         lane._release(node)
-
-
-def _plain(value: Any) -> Any:
-    """Literal lists and dicts of a node cannot be changed; a function that gets them may want to."""
-    if isinstance(value, fx.immutable_collections.immutable_list):
-        return [_plain(v) for v in value]
-    if isinstance(value, fx.immutable_collections.immutable_dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

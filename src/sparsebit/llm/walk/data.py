@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of
+from sparsebit.graph.run.batches import as_iterable
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.signature import signature_of
 
 log = logging.getLogger("sparsebit")
 ONE_IN = 16  # sequences are held back: one of so many,
@@ -106,7 +108,7 @@ def _last(
 # -- what a batch is made of ---------------------------------------------------------------------------------
 def named(batch: Any, takes: inspect.Signature) -> dict[str, Any] | None:
     """The arguments of a batch by their names; None where a forward takes them as they come."""
-    args, kwargs = as_call(batch, takes)
+    args, kwargs = Call.of(batch, takes)
     try:
         bound = takes.bind_partial(*args, **kwargs).arguments
     except TypeError:

@@ -176,7 +176,7 @@ class _Lane(Lane):
         """The values of `nodes` from those of their inputs, with gradients."""
         for node in nodes:
             args, kwargs = self._arguments(node, values)
-            values[node] = getattr(self._interpreter, node.op)(node.target, args, kwargs)
+            values[node] = getattr(self._runner, node.op)(node.target, args, kwargs)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.feeding import tracked
+from sparsebit.graph.run.progress import tracked
 from sparsebit.numeric.masks import count_of
 from sparsebit.sparse.choose.costs import ESTIMATES, EXACT
 from sparsebit.sparse.cut.surgery import Cut

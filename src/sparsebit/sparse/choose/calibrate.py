@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
-from sparsebit.graph.feeding import to_device
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.batches import Batches, in_short
+from sparsebit.graph.run.calls import to_device
+from sparsebit.graph.run.modes import evaluating
 from sparsebit.sparse.choose.moments import FEW, Moments
-from sparsebit.sparse.trace.batches import Batches, in_short
 
 log = logging.getLogger("sparsebit")
 

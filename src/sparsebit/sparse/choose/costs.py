@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.feeding import own_call
-from sparsebit.graph.macs import MacCounter
 from sparsebit.graph.ops import op_of
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.interpreter import Runner
+from sparsebit.graph.run.macs import MacCounter
 from sparsebit.sparse.cut.surgery import Cut
 from sparsebit.sparse.labels.walk import Walk
-from sparsebit.sparse.trace.running import Call, Runner
 
 log = logging.getLogger("sparsebit")
 SHORT = 1e-3  # seconds
@@ -61,7 +61,7 @@ def latency(walk: Walk, rounds: int = 15) -> Callable[[nn.Module], float]:
 
 @torch.no_grad()
 def _seconds(model: nn.Module, example: Call) -> float:
-    args, kwargs = own_call(*example)
+    args, kwargs = example.copy()
     start = time.perf_counter()
     model(*args, **kwargs)
     if torch.cuda.is_available():
@@ -94,7 +94,7 @@ def kept_parameters(walk: Walk) -> Estimate:
 def kept_macs(walk: Walk) -> Estimate:
     """Of a layer: its MACs times what is left of its weights. Of a product of activations: times what is left of it."""
     counter = PerNode(walk.gm)
-    counter.run_on(walk.gm, walk.example)
+    counter.run_on(walk.example)
     nodes = {node: counter.macs[node.name] for node in walk.gm.graph.nodes if counter.macs[node.name]}
 
     shares_of = _shares(walk)

@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from sparsebit.graph.feeding import own_call
-from sparsebit.graph.trace import Call, own_copy
-from sparsebit.graph.training import set_training, training_flags
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.compare import Tolerance, difference
+from sparsebit.graph.run.modes import set_training, training_flags
+from sparsebit.graph.trace import own_copy
 from sparsebit.sparse.cut.size_conditions import asks_for_cut_sizes
 from sparsebit.sparse.cut.surgery import Cut, check_equal
-from sparsebit.sparse.trace.running import leaves
 
 log = logging.getLogger("sparsebit")
 
 NOT_IN_EVAL = "the forward in eval mode, which is traced, does not use it"
-NUMBERS = (bool, int, float, complex, str)
-SAME = 1e-4  # of the largest value: other kernels may have run
 
 
 @dataclass
@@ -74,19 +72,9 @@ def _difference(own: nn.Module, small: fx.GraphModule, example: Call) -> str | N
     behind attention that is nearly uniform or a scale that starts at zero."""
     got, want = (_outputs(m, example) for m in (own, small))
     for path in [path for path in want if path in got]:
-        if not all(_close(*pair) for pair in zip(leaves(got[path]), leaves(want[path]), strict=True)):
+        if difference(got[path], want[path], Tolerance.CLOSE) is not None:
             return f"something else at {path or 'its output'}"
     return None
-
-
-def _close(a: Any, b: Any) -> bool:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return type(a) is type(b) and (not isinstance(a, NUMBERS) or a == b)
-    if a.shape != b.shape:
-        return False
-    a, b = (torch.view_as_real(t) if t.is_complex() else t.double() for t in (a, b))
-    apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0, a - b).abs()  # masks have infinities
-    return not a.numel() or bool(apart.max() <= SAME * b.abs().nan_to_num(0, 0, 0).max())
 
 
 def _outputs(model: nn.Module, example: Call) -> dict[str, list[Any]]:
@@ -96,7 +84,7 @@ def _outputs(model: nn.Module, example: Call) -> dict[str, list[Any]]:
     keep = lambda path: lambda _, *values: found.setdefault(path, []).append(copied(values))
     inside = [(path, module) for path, module in model.named_modules() if path]
     hooks = [module.register_forward_hook(keep(path), with_kwargs=True) for path, module in inside]
-    args, kwargs = own_call(*example)
+    args, kwargs = example.copy()
     try:
         with torch.no_grad():
             found[""] = [model(*args, **kwargs)]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.graph.islands import Whole
-from sparsebit.graph.training import set_training, training_flags
+from sparsebit.graph.run.modes import set_training, training_flags
 from sparsebit.sparse.trace.names import Finder
 
 

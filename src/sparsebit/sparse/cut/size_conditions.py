@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.ops import argument, name_of
+from sparsebit.graph.trace.guards import as_decided
 from sparsebit.sparse.cut.surgery import Cut
 
 NO_SIZES = ("dim", "ndim", "dtype", "is_floating_point", "is_complex", "layout")

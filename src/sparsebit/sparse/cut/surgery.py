@@ -15,15 +15,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import SparsebitError
-from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.graph.run.calls import Call, device_of
+from sparsebit.graph.run.compare import Tolerance, in_double, share_apart
+from sparsebit.graph.run.interpreter import Runner, values_of
+from sparsebit.graph.trace.guards import as_decided
 from sparsebit.sparse.cut.sizes import rewrite
 from sparsebit.sparse.labels.walk import Walk, tensor_at
 from sparsebit.sparse.modules import sparse_module
 from sparsebit.sparse.modules.statistics import as_statistic
-from sparsebit.sparse.trace.running import Call, Runner
-
-TOLERANCE = 1e-5  # of the largest value
 
 
 class Cut:
@@ -75,7 +75,7 @@ class Cut:
         for path, labels in self.walk.normed.items():
             if not bool(self.keeps(labels).all()):
                 norm: Any = sparse_module(gm.get_submodule(path))
-                norm.kept = self.keeps(labels).to(next((p.device for p in gm.parameters()), None))
+                norm.kept = self.keeps(labels).to(device_of(gm))
                 _set_module(gm, path, norm)
         for node in gm.graph.nodes:
             if node.name in self.walk.statistics:
@@ -89,7 +89,7 @@ class Cut:
         self.cut_parameters(gm)
         rewrite(self, gm)
         checked = _Checked(self, gm)
-        checked.run_on(gm, self.walk.example)
+        checked.run_on(self.walk.example)
         for node in checked.settled:
             gm.graph.erase_node(node)
         remove_dead_code(gm)  # sizes that nobody asks for any more
@@ -180,27 +180,14 @@ def _nan(values: list[Any]) -> bool:
     return any(isinstance(v, Tensor) and v.is_floating_point() and bool(v.isnan().any()) for v in values)
 
 
-class _Values(Runner):
-    def __init__(self, gm: fx.GraphModule):
-        super().__init__(gm)
-        self.values: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        self.values[n.name] = pytree.tree_map_only(Tensor, torch.clone, value)
-        return value
-
-
 def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> None:
     """Raise, and name the first node that differs, unless both models compute the same."""
     wrong = _difference(cut, masked.eval(), compact.eval(), cut.walk.example)
-    if wrong is not None:  # a deep net makes rounding errors large: with more digits they are gone
-        doubled = pytree.tree_map_only(
-            Tensor, lambda t: t.double() if t.is_floating_point() else t, cut.walk.example
-        )
-        big, small = copy.deepcopy(masked).double(), copy.deepcopy(compact).double()
-        with contextlib.suppress(RuntimeError):  # its code asks for float
-            wrong = _difference(cut, big, small, doubled)
+    if wrong is not None:  # a deep net makes rounding errors large: in float64 they disappear
+        big = copy.deepcopy(masked).double()
+        small = copy.deepcopy(compact).double()
+        with contextlib.suppress(RuntimeError):  # the user's code asks for float32
+            wrong = _difference(cut, big, small, in_double(cut.walk.example))
     if wrong is not None:
         node, apart = wrong
         raise SparsebitError(
@@ -213,24 +200,23 @@ def _difference(
     cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule, example: Call
 ) -> tuple[fx.Node, float] | None:
     """The first node whose values differ, and how much."""
-    big, small = _Values(masked), _Values(compact)
-    big.run_on(cut.walk.gm, example), small.run_on(cut.walk.gm, example)
+    wanted = values_of(masked, example)
+    found = values_of(compact, example)
     for node in cut.walk.gm.graph.nodes:
-        if node.op == "get_attr" or node.name not in small.values:
+        if node.op == "get_attr" or node.name not in found:
             continue
-        pairs = zip(
-            pytree.tree_leaves(big.values[node.name]),
-            pytree.tree_leaves(small.values[node.name]),
-            pytree.tree_leaves(cut.walk.of[node]) if node.op != "output" else iter(lambda: None, 0),
-        )
-        for want, got, labels in pairs:
-            if isinstance(want, Tensor) and want.is_floating_point() and want.numel():
-                want = cut.of_value(want, labels) if isinstance(labels, Tensor) else want
-                largest = want.abs().nan_to_num(0, 0, 0).max()  # masks have infinities
-                equal = (want == got) | (want.isnan() & got.isnan())  # softmax of nothing but -inf
-                apart = float(torch.where(equal, 0, want - got).abs().max() / largest.clamp_min(1e-8))
-                if not apart <= TOLERANCE:
-                    return node, apart
+        want_leaves = pytree.tree_leaves(wanted[node.name])
+        labels_of: list[Any] = [None] * len(want_leaves)  # an output keeps all of its positions
+        if node.op != "output":
+            labels_of = pytree.tree_leaves(cut.walk.of[node])
+        for want, got, labels in zip(want_leaves, pytree.tree_leaves(found[node.name]), labels_of):
+            if not isinstance(want, Tensor) or not want.is_floating_point():
+                continue
+            if isinstance(labels, Tensor):
+                want = cut.of_value(want, labels)
+            apart = share_apart(got, want)
+            if apart > Tolerance.EXACT.value:
+                return node, apart
     return None
 
 

@@ -10,25 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from sparsebit.sparse.trace.running import Call, Runner
-
-
-class _Seen(Runner):
-    """Keeps some values as they are computed: an activation in place would write over them."""
-
-    def __init__(self, gm: fx.GraphModule, names: set[str]):
-        super().__init__(gm)
-        self.extra_traceback = False  # _SeenAll is no error
-        self.names = names
-        self.seen: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.name in self.names:
-            self.seen[n.name] = value.clone()
-            if len(self.seen) == len(self.names):
-                raise _SeenAll
-        return value
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.interpreter import Runner
 
 
 class _SeenAll(Exception):
@@ -36,10 +19,20 @@ class _SeenAll(Exception):
 
 
 def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tensor]:
-    run = _Seen(gm, names)
+    """Copies of the values of some nodes. The run ends when the last of them is known."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if node.name in names:
+            seen[node.name] = value.clone()  # an activation in place may write over it
+            if len(seen) == len(names):
+                raise _SeenAll
+
+    runner = Runner(gm, keep)
+    runner.extra_traceback = False  # _SeenAll is no error
     with contextlib.suppress(_SeenAll):
-        run.run_on(gm, call)
-    return run.seen
+        runner.run_on(call)
+    return seen
 
 
 @torch.no_grad()

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.ops import ADDS, module_calls, module_of, op_of
+from sparsebit.graph.run.batches import Batches
+from sparsebit.graph.run.calls import Call
 from sparsebit.sparse.depth.closeness import errors_of, values_at
 from sparsebit.sparse.depth.search import Wanted, one_by_one
 from sparsebit.sparse.depth.shorten_branches import common_path, distinct
 from sparsebit.sparse.mend.least_squares import Layer, moment, solve
-from sparsebit.sparse.trace.batches import Batches
-from sparsebit.sparse.trace.running import Call
 
 log = logging.getLogger("sparsebit")
 

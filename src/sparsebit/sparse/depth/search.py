@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.training import set_training, training_flags
-from sparsebit.sparse.trace.batches import Batches
+from sparsebit.graph.run.batches import Batches
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.modes import set_training, training_flags
 from sparsebit.sparse.trace.front_end import call_of, traced
-from sparsebit.sparse.trace.running import Call
 
 T = TypeVar("T")
 Wanted = int | Literal["auto"] | Sequence[str]  # how many, all that are found, or their names
@@ -33,7 +33,7 @@ def one_by_one(
 
     take(whole, small, found, calls) takes one of `found` out of `small`, which was `whole`.
     """
-    call = call_of(example)
+    call = call_of(example, model)
     whole = traced(model, call)
     flags = training_flags(whole)
     whole.eval()

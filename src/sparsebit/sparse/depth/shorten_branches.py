@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.inputs import as_decided
 from sparsebit.graph.ops import ADDS, op_of
 from sparsebit.graph.rewrite import remove_dead_code
+from sparsebit.graph.run.batches import Batches
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.trace.guards import as_decided
 from sparsebit.sparse.choose.costs import PerNode
 from sparsebit.sparse.depth.closeness import errors_of, values_at
 from sparsebit.sparse.depth.search import one_by_one
 from sparsebit.sparse.depth.stand_in import rows, stand_in
 from sparsebit.sparse.mend.least_squares import Layer, solve
-from sparsebit.sparse.trace.batches import Batches
 from sparsebit.sparse.trace.front_end import call_of, traced
-from sparsebit.sparse.trace.running import Call
 
 log = logging.getLogger("sparsebit")
 
@@ -49,7 +49,7 @@ class Branch:
 
 def find_branches(model: nn.Module, example: Any) -> list[Branch]:
     """The branches that `shorten` can take out of `model`."""
-    call = call_of(example)
+    call = call_of(example, model)
     return _branches(traced(model, call).eval(), call)
 
 
@@ -114,7 +114,7 @@ def _fit(
 # -- the graph -----------------------------------------------------------------------------------------
 def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
     run = PerNode(gm)
-    run.run_on(gm, call)
+    run.run_on(call)
     shapes = {node: value.shape for node, value in run.env.items() if isinstance(value, Tensor)}
     found: list[Branch] = []
     for node in gm.graph.nodes:

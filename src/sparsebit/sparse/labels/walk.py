@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.ops import module_of, op_of, writes_input
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.interpreter import Runner
 from sparsebit.sparse.labels.descriptions import is_description
 from sparsebit.sparse.labels.labels import FIXED, Labels, stored
 from sparsebit.sparse.labels.reasons import has_weights, note_undivided, without_rule
@@ -27,7 +29,6 @@ from sparsebit.sparse.labels.rules.layers import reads_weight
 from sparsebit.sparse.labels.rules.stays_zero import divisors, stays_zero
 from sparsebit.sparse.sparse_config import Heads
 from sparsebit.sparse.trace.front_end import call_of, traced
-from sparsebit.sparse.trace.running import Call, Runner
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class Walk:
         walk = cls(gm, example, heads)
         calls = [n for n in gm.graph.nodes if n.op == "call_module"]
         walk.paths = {str(n.target): str(n.meta.get("path") or n.target) for n in calls}
-        _Walker(walk).run_on(gm, example)
+        _Walker(walk).run_on(example)
         walk._settle()
         note_undivided(walk)
         return walk
@@ -252,7 +253,7 @@ def _takes(rule: Rule, *args: Any, **kwargs: Any) -> bool:
 
 def walk_of(model: nn.Module, example: Any, heads: Heads = "whole") -> Walk:
     """The labelled graph of `model`."""
-    call = call_of(example)
+    call = call_of(example, model)
     return Walk.through(traced(model, call).eval(), call, heads)
 
 

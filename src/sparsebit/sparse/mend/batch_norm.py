@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from sparsebit.graph.training import evaluating
+from sparsebit.graph.run.modes import evaluating
 
 PRIOR = 32  # values: what a batch norm knew before counts as so many
 

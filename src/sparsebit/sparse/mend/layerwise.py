@@ -22,12 +22,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from sparsebit.graph.feeding import tracked
 from sparsebit.graph.ops import ADDS, module_calls, op_of
+from sparsebit.graph.run.batches import Batches
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.compare import leaves
+from sparsebit.graph.run.interpreter import Runner
+from sparsebit.graph.run.progress import tracked
 from sparsebit.sparse.mend.least_squares import Layer, moment, renew, total
 from sparsebit.sparse.modules import SparseOpr
-from sparsebit.sparse.trace.batches import Batches
-from sparsebit.sparse.trace.running import Call, Runner, leaves
 
 log = logging.getLogger("sparsebit")
 
@@ -67,8 +69,8 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
                 pairs.append((_Paused(small), _Paused(whole, ends)))
             one, other = pairs[i]
             if call is not None:
-                one.start(small, call)
-                other.start(whole, call)
+                one.start(call)
+                other.start(call)
             found = _sums(place, one, other, rows, draw, i, wait)
             sums = found if sums is None or found is None else sums + found
             used += one.size() + other.size()
@@ -192,11 +194,11 @@ class _Paused(Runner):
         self.at = 0
 
     def forget(self) -> None:
-        self.at, self.env, self.noted, self.given = 0, {}, {}, {}
+        self.at, self.env, self.noted, self.inputs = 0, {}, {}, {}
 
-    def start(self, gm: fx.GraphModule, call: Call) -> None:
+    def start(self, call: Call) -> None:
         self.forget()
-        self.take(gm, call)
+        self.take(call)
 
     def until(self, stop: fx.Node, past: bool = False) -> None:
         """Run what comes before a node, or also the node."""
@@ -206,7 +208,7 @@ class _Paused(Runner):
                 value = self.run_node(node)
             self.env[node] = value = value.detach() if isinstance(value, Tensor) else value
             if node.op == "placeholder":
-                self.given.pop(str(node.target).lstrip("*"))
+                self.inputs.pop(str(node.target).lstrip("*"))
             self.shapes[node] = getattr(value, "shape", None)
             if node in self.wanted and (self.wanted[node] or node is stop):
                 self.noted[node] = value.clone()  # what follows may write into it

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebit.graph.run.calls import device_of
 from sparsebit.sparse.modules.base import SparseOpr
 from sparsebit.sparse.modules.registry import register_smodule
 
@@ -27,7 +28,7 @@ class _OverKept(SparseOpr):
 
     def __init__(self, org_module: nn.Module, config: Any = None):
         super().__init__(org_module, config)
-        device = next((p.device for p in org_module.parameters()), None)
+        device = device_of(org_module)
         self.register_buffer("kept", torch.ones(self.channels(), dtype=torch.bool, device=device))
 
     def channels(self) -> int:

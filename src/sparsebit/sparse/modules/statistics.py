@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.graph.rewrite import fresh_name
+from sparsebit.graph.run.calls import device_of
 
 
 class Statistic(nn.Module):
@@ -48,7 +49,7 @@ class Statistic(nn.Module):
 
 def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
     """Put a module in the place of a call; the node keeps its name."""
-    made = Statistic(node.target).train(gm.training).to(next((p.device for p in gm.parameters()), None))
+    made = Statistic(node.target).train(gm.training).to(device_of(gm))
     node.op, node.target = "call_module", fresh_name(gm, f"{node.name}_kept")
     gm.add_submodule(node.target, made)
     return made

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.training import Rate
+from sparsebit.graph.trace.dropout import Rate
 
 
 def closed_blocks(model: nn.Module) -> dict[str, nn.Module]:

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from sparsebit.errors import SparsebitError
-from sparsebit.graph.inputs import guard_inputs
 from sparsebit.graph.islands import Island, as_one_node, warn_of
-from sparsebit.graph.trace import Call, LeafTracer, own_copy, trace, unwrapped
-from sparsebit.graph.training import set_training, training_flags
+from sparsebit.graph.run.batches import refuse_arrays
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.modes import set_training, training_flags
+from sparsebit.graph.run.signature import signature_of
+from sparsebit.graph.trace import LeafTracer, own_copy, trace, unwrapped
+from sparsebit.graph.trace.guards import guard_inputs
 from sparsebit.sparse.modules import SMODULE_MAP
 from sparsebit.sparse.trace.attention import OPEN
-from sparsebit.sparse.trace.batches import refuse_arrays
 from sparsebit.sparse.trace.graph_form import graph_form
 from sparsebit.sparse.trace.sharing import own_memory
 
 
-def call_of(example: Any) -> Call:
-    """`example` is a tensor, a tuple of arguments, a mapping of keyword arguments, or a call with both."""
+def call_of(example: Any, model: nn.Module) -> Call:
+    """The arguments of one forward of `model`; graph/run/calls.py lists the forms that `example` may have."""
     refuse_arrays("example", example)
-    if isinstance(example, inspect.BoundArguments):
-        return example.args, example.kwargs
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    several = isinstance(example, tuple) and not isinstance(example, PackedSequence)
-    return (example if several else (example,)), {}
+    _check_forward(model)
+    return Call.of_example(example, signature_of(unwrapped(model)))
 
 
 def check_model(model: Any) -> None:
+    """Refuse a value that is no float model, or that has weights that are not finite."""
+    _check_forward(model)
+    if any(hasattr(module, "named_quantizers") for module in model.modules()):
+        raise SparsebitError(
+            "model: is a QuantModel already; prune the float model first, then quantize that"
+        )
+    _check_finite(model)
+
+
+def _check_forward(model: Any) -> None:
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")
@@ -40,11 +46,6 @@ def check_model(model: Any) -> None:
         raise SparsebitError(
             f"model: {type(model).__name__} has no forward(); pass the module that is called"
         )
-    if any(hasattr(module, "named_quantizers") for module in model.modules()):
-        raise SparsebitError(
-            "model: is a QuantModel already; prune the float model first, then quantize that"
-        )
-    _check_finite(model)
 
 
 def _check_finite(model: nn.Module) -> None:

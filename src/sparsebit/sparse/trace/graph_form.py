@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
-from sparsebit.graph.feeding import own_call
 from sparsebit.graph.passes import run_passes
 from sparsebit.graph.rewrite import remove_unread_tensors, remove_unused_modules
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.compare import difference_of_models
+from sparsebit.graph.run.interpreter import Runner
 from sparsebit.graph.simplify.functions_to_modules import functions_to_modules
 from sparsebit.graph.trace import LeafTracer, trace
 from sparsebit.sparse.trace.attention import attention_mask, closed_blocks, open_blocks
-from sparsebit.sparse.trace.running import Call, Runner
 from sparsebit.sparse.trace.sharing import Origins, connect, copy_over_same
 
 log = logging.getLogger("sparsebit")
@@ -33,7 +32,7 @@ def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
         if _same(opened, gm, example):
             gm = trace(opened, FormTracer(), example).eval()
             connect(gm, opened, Origins(gm, opened).links(gm))  # who made `gm` knows its tensors
-    _Ranks(gm).run_on(gm, example)
+    Runner(gm, _note_rank).run_on(example)
     run_passes(gm, [functions_to_modules])
     remove_unread_tensors(gm)  # weights that are in a module now
     remove_unused_modules(gm)
@@ -43,14 +42,10 @@ def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
     return gm
 
 
-class _Ranks(Runner):
-    """Tells the nodes how many axes their values have: a batch norm over 4 is a BatchNorm2d."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor):
-            n.meta["val"] = torch.empty(value.shape, device="meta")
-        return value
+def _note_rank(node: fx.Node, value: Any) -> None:
+    """Store the shape of a value in its node: a batch norm over four axes becomes a BatchNorm2d."""
+    if isinstance(value, Tensor):
+        node.meta["val"] = torch.empty(value.shape, device="meta")
 
 
 class FormTracer(LeafTracer):
@@ -72,25 +67,15 @@ class CodeTracer(FormTracer):
         return graph
 
 
-@torch.no_grad()
 def _same(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
-    """A way of calling attention that the open form does not have keeps its block whole."""
+    """Do both compute the same? The open form does not know every way to call attention."""
+    opened.eval()
+    gm.eval()
     try:
-        if _agree(opened.eval(), gm.eval(), example):
+        if difference_of_models(opened, gm, example) is None:
             return True
-        # in half precision both are far from exact: with more digits they are equal, or they differ
-        wide = lambda t: t.double() if t.is_floating_point() else t
-        doubled = pytree.tree_map_only(Tensor, wide, example)
-        return _agree(copy.deepcopy(opened).double(), copy.deepcopy(gm).double(), doubled)
-    except Exception as error:
+        # In half precision both are far from exact. In float64 they are equal, or one of them is wrong.
+        return difference_of_models(opened, gm, example, digits=True) is None
+    except Exception as error:  # any error of the open form: the closed one is used in its place
         log.info("attention blocks stay closed, and whole: %s: %s", type(error).__name__, error)
         return False
-
-
-def _agree(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
-    calls = [(m, own_call(*example)) for m in (opened, gm)]
-    got, want = (pytree.tree_leaves(m(*args, **kwargs)) for m, (args, kwargs) in calls)
-    pairs = [(a, b) for a, b in zip(got, want) if isinstance(b, Tensor)]
-    return len(got) == len(want) and all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) for a, b in pairs
-    )
