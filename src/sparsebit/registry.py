@@ -90,7 +90,9 @@ class Registry(MutableMapping[Any, T], Generic[T]):
         close = difflib.get_close_matches(str(plain_name(key)), names, 1)
         if close:
             return f"; did you mean {close[0]}?"
-        return f"; known: {', '.join(names)}" if names else ""
+        if names:
+            return f"; known: {', '.join(names)}"
+        return ""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._items)
@@ -129,4 +131,6 @@ def _show(x: Any) -> str:
     if isinstance(x, str):
         return repr(x)
     name = getattr(x, "__qualname__", None)
-    return f"{getattr(x, '__module__', '')}.{name}".strip(".") if name else repr(x)
+    if name:
+        return f"{getattr(x, '__module__', '')}.{name}".strip(".")
+    return repr(x)

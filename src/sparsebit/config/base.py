@@ -90,8 +90,12 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
     @classmethod
     def section(cls, name: str) -> type[Config] | None:
         """The class of the option `name` if it is a section."""
-        kind = cls.model_fields[name].annotation if name in cls.model_fields else None
-        return kind if isinstance(kind, type) and issubclass(kind, Config) else None
+        kind = None
+        if name in cls.model_fields:
+            kind = cls.model_fields[name].annotation
+        if isinstance(kind, type) and issubclass(kind, Config):
+            return kind
+        return None
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -135,7 +139,8 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
                 raise ConfigError(f"{key.upper()}: given twice, in two spellings; keep one of them")
             if isinstance(value, str):
                 value = choices(cls).get(key, {}).get(fold(value), value)
-                value = literal(value) if is_text(info) and key in numbers(cls) else value
+                if is_text(info) and key in numbers(cls):
+                    value = literal(value)
             options[key] = value
         options = cls.prepare(options)
         return {k: v if k in cls.model_fields else _Extra(cls, k, v) for k, v in options.items()}
@@ -247,7 +252,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
     def merge_from_other_cfg(self, other: Config | Mapping[str, Any]) -> None:
         """Put all options of another config on top."""
         self._refuse_if_frozen("merge_from_other_cfg")
-        changes = other._tree() if isinstance(other, Config) else other
+        changes: Mapping[str, Any] = other._tree() if isinstance(other, Config) else other
         self._adopt(type(self)._build(self._merged(changes), draft=True))
 
     def without_new_keys(self) -> Self:
@@ -274,7 +279,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         *sections, name = path.split(".")
         owner: Any = self
         for part in sections:
-            owner = owner.get(part) if isinstance(owner, Config) else None
+            if isinstance(owner, Config):
+                owner = owner.get(part)
+            else:
+                owner = None
         if isinstance(owner, Config) and owner._is_new(name, value):
             owner._set(owner.key(name), NewKey(value))
         else:
@@ -282,7 +290,8 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     def _is_new(self, name: str, value: Any) -> bool:
         """Whether `name` is neither an option, nor a typo of one, nor a method."""
-        cls, key = type(self), self.key(name)
+        cls = type(self)
+        key = self.key(name)
         if self.is_option(key) or key in cls.__class_vars__ or hasattr(cls, name):
             return False
         close = closest(name, self.option_names())
@@ -344,7 +353,8 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     def _adopt(self, new: Config) -> None:
         """Take the values of `new` in place, so that references to sections stay good."""
-        mine, theirs = self._options(), new._options()
+        mine = self._options()
+        theirs = new._options()
         for name in mine.keys() - theirs.keys():
             del self.__pydantic_extra__[name]
         for name, value in theirs.items():
@@ -356,7 +366,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
     def _set(self, name: str, value: Any) -> None:
         if isinstance(value, Config):
             value._mark(self._frozen)
-        store = self.__dict__ if name in type(self).model_fields else self.__pydantic_extra__
+        if name in type(self).model_fields:
+            store = self.__dict__
+        else:
+            store = self.__pydantic_extra__
         store[name] = value
 
     def _mark(self, frozen: bool) -> None:
@@ -371,4 +384,6 @@ Config.__annotations__["__pydantic_extra__"] = dict[str, Annotated[Any, PlainVal
 
 
 def _plain(value: Config | NewKey) -> Any:
-    return value.to_dict() if isinstance(value, Config) else plain(value.value)
+    if isinstance(value, Config):
+        return value.to_dict()
+    return plain(value.value)

@@ -17,7 +17,9 @@ class DictForm:
         key = self.key(name)
         options = self._options()
         try:
-            return shown(options[key]) if key in options else self._absent(key)
+            if key in options:
+                return shown(options[key])
+            return self._absent(key)
         except AttributeError:
             raise UnknownOptionError(f"{name}: {unknown_option(name, self.option_names())}") from None
 

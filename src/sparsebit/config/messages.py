@@ -39,7 +39,9 @@ def did_you_mean(name: str, options: Iterable[str]) -> str:
 
 
 def unknown_option(name: str, options: Sequence[str]) -> str:
-    known = f"; options are {', '.join(options)}" if options else "; there are no options here"
+    known = "; there are no options here"
+    if options:
+        known = f"; options are {', '.join(options)}"
     return f"unknown option{did_you_mean(name, options) or known}"
 
 
@@ -70,11 +72,14 @@ def under(path: str, text: str) -> str:
     """Put `text` below a key path; a text that starts with a key of its own continues the path."""
     if not path or text.startswith("["):
         return path + text
-    return f"{path}.{text}" if STARTS_WITH_KEY.match(text) else f"{path}: {text}"
+    if STARTS_WITH_KEY.match(text):
+        return f"{path}.{text}"
+    return f"{path}: {text}"
 
 
 def _describe(item: Any) -> str:
-    kind, value = item["type"], item["input"]
+    kind = item["type"]
+    value = item["input"]
     if kind == "literal_error":
         options = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f"{show(value)} is not one of {', '.join(options)}{did_you_mean(str(value), options)}"

@@ -35,7 +35,9 @@ class PluginConfig(Config):
         """Options of the selected plug-in, or of the one called `name`; defaults where nothing was given."""
         name = str(plain_name(name or getattr(self, self.selector)))
         given = (self.__pydantic_extra__ or {}).get(name)
-        return given if given is not None else _params_class(self.registry()[name])()
+        if given is not None:
+            return given
+        return _params_class(self.registry()[name])()
 
     @field_validator("*")
     @classmethod
@@ -61,13 +63,17 @@ class PluginConfig(Config):
 
     @classmethod
     def key(cls, name: str) -> str:
-        return name.lower() if name.lower() in cls.model_fields else str(plain_name(name))
+        if name.lower() in cls.model_fields:
+            return name.lower()
+        return str(plain_name(name))
 
     @classmethod
     def section(cls, name: str) -> Section | None:
         if name in cls.model_fields:
             return super().section(name)
-        return _params_class(cls.registry()[name]) if name in cls.registry() else None
+        if name in cls.registry():
+            return _params_class(cls.registry()[name])
+        return None
 
     @classmethod
     def option_names(cls) -> list[str]:

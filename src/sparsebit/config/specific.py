@@ -25,7 +25,12 @@ _SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
 def normalise(value: Any, info: ValidationInfo) -> list[dict[str, list[Any]]]:
     """Any accepted form -> a list of {pattern: [KEY, value, ...]} with upper-case keys."""
     read = literal if is_text(info) else _unchanged
-    rules = [] if value is None else [value] if hasattr(value, "items") else value
+    if value is None:
+        rules = []
+    elif hasattr(value, "items"):
+        rules = [value]
+    else:
+        rules = value
     if not isinstance(rules, (list, tuple)) or not all(hasattr(rule, "items") for rule in rules):
         raise ConfigError(f"expected a list of {{pattern: [KEY, value, ...]}}, got {show(value)}")
     return [

@@ -24,7 +24,10 @@ def with_start(
     if not start or _type_in(sections.get("observer")) is not None:
         return options
     observer = options.get("observer") or {}
-    own = observer._options() if isinstance(observer, Config) else dict(observer)
+    if isinstance(observer, Config):
+        own = observer._options()
+    else:
+        own = dict(observer)
     return {**options, "observer": {**own, "type": start}}
 
 
@@ -35,5 +38,10 @@ def is_quantizer_type(path: str) -> bool:
 
 def _type_in(section: Any) -> str | None:
     """The TYPE that a section of a mapping names."""
-    named = [v for k, v in section.items() if str(k).lower() == "type"] if hasattr(section, "items") else []
-    return str(plain_name(named[0])) if named and isinstance(named[0], str) else None
+    if hasattr(section, "items"):
+        named = [v for k, v in section.items() if str(k).lower() == "type"]
+    else:
+        named = []
+    if named and isinstance(named[0], str):
+        return str(plain_name(named[0]))
+    return None

@@ -29,7 +29,10 @@ def choices(cls: type[BaseModel]) -> dict[str, dict[str, str]]:
     """For every option that is a Literal of strings, or has Choices: folded spelling -> the usual spelling."""
     found = {}
     for name, field in cls.model_fields.items():
-        options = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        if get_origin(field.annotation) is Literal:
+            options = get_args(field.annotation)
+        else:
+            options = ()
         options = options or next((known.names for known in field.metadata if isinstance(known, Choices)), ())
         if options and all(isinstance(option, str) for option in options):
             found[name] = {fold(option): option for option in options}
@@ -72,12 +75,16 @@ class NewKey:
         return repr(self.value)
 
     def merged(self, change: Any) -> NewKey:
-        return change if isinstance(change, NewKey) else NewKey(_merged(self.value, change))
+        if isinstance(change, NewKey):
+            return change
+        return NewKey(_merged(self.value, change))
 
 
 def shown(value: Any) -> Any:
     """An option as its reader gets it."""
-    return value.value if isinstance(value, NewKey) else value
+    if isinstance(value, NewKey):
+        return value.value
+    return value
 
 
 def _merged(old: Any, change: Any) -> Any:
@@ -96,4 +103,6 @@ def plain(value: Any) -> Any:
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
-    return value if type(value) in (str, int, float, bool, type(None)) else str(value)
+    if type(value) in (str, int, float, bool, type(None)):
+        return value
+    return str(value)

@@ -72,5 +72,7 @@ def _problem(error: yaml.YAMLError) -> str:
         return f"not valid YAML: {error}"
     mark = error.problem_mark
     what = error.problem or "cannot be parsed"
-    kind = "" if isinstance(error, yaml.constructor.ConstructorError) else "not valid YAML: "
+    kind = "not valid YAML: "
+    if isinstance(error, yaml.constructor.ConstructorError):
+        kind = ""
     return f"line {mark.line + 1}, column {mark.column + 1}: {kind}{what}"

@@ -51,7 +51,9 @@ def _chains(nodes: list[fx.Node]) -> list[Box]:
     """A node joins the one before it, if that is its only input and has no other reader."""
     box_of: dict[fx.Node, Box] = {}
     for node in nodes:
-        source = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+        source = None
+        if len(node.all_input_nodes) == 1:
+            source = node.all_input_nodes[0]
         joins = source is not None and len(source.users) == 1 and not _is_end(node) and not _is_end(source)
         if joins and source is not None and _frame(source) == _frame(node):
             box_of[node] = box_of[source]
@@ -82,7 +84,9 @@ def _path(node: fx.Node) -> tuple[str, ...]:
 def _frame(node: fx.Node) -> str:
     """The top-level module around a node; "" if it stands in the forward of the model itself."""
     path = str(node.meta.get("path", ""))
-    return path.partition(".")[0] if "." in path and not _is_end(node) else ""
+    if "." in path and not _is_end(node):
+        return path.partition(".")[0]
+    return ""
 
 
 # -- how it is written ------------------------------------------------------------------------------
@@ -131,4 +135,6 @@ def _common(paths: Iterable[tuple[str, ...]]) -> list[str]:
 def _type(node: fx.Node, gm: fx.GraphModule) -> str:
     if node.op == "call_module":
         return type(module_of(node, gm)).__name__
-    return "" if node.op == "output" else node.op.removeprefix("call_")
+    if node.op == "output":
+        return ""
+    return node.op.removeprefix("call_")

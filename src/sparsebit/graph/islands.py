@@ -35,9 +35,12 @@ class Island:
 def island(path: str, error: BaseException) -> Island:
     """The island at `path`, with the line of the user's code that `error` came from."""
     text = " ".join(str(error).split())
-    text = text if len(text) <= 200 else f"{text[:200]} ..."
+    if not (len(text) <= 200):
+        text = f"{text[:200]} ..."
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OWN)]
-    line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    line = ""
+    if frames:
+        line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
     return Island(path, f"{type(error).__name__}: {text}", line)
 
 
@@ -47,7 +50,9 @@ def warn_of(islands: Mapping[str, Island]) -> None:
     for found in islands.values():
         reasons.setdefault((found.error, found.line), []).append(found.path or "the model")
     for (error, line), paths in reasons.items():
-        more = f" and {len(paths) - 2} more" if len(paths) > 2 else ""
+        more = ""
+        if len(paths) > 2:
+            more = f" and {len(paths) - 2} more"
         shown = line if len(line) <= 100 else f"{line[:100]} ..."
         log.warning(
             "not traced, runs as it is: %s%s: %s%s",

@@ -72,12 +72,16 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 def argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by position or by name."""
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
+    if len(node.args) > at:
+        return node.args[at]
+    return node.kwargs.get(name, default)
 
 
 def name_of(node: fx.Node) -> str:
     """Of the function or method that it calls, the path of the module or tensor; "" if that has no name."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", "")
 
 
 def module_calls(gm: fx.GraphModule) -> Counter[str]:
@@ -97,7 +101,10 @@ def writes_input(node: fx.Node, gm: nn.Module) -> bool:
         return True
     if getattr(node.target, "__module__", "") == "_operator":
         return False  # operator.and_ is named so only because `and` is taken
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if isinstance(node.target, str):
+        name = node.target
+    else:
+        name = getattr(node.target, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
@@ -109,7 +116,10 @@ def _inplace_argument(node: fx.Node) -> bool:
         names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    at = names.index("inplace") if "inplace" in names else len(node.args)
+    if "inplace" in names:
+        at = names.index("inplace")
+    else:
+        at = len(node.args)
     return at < len(node.args) and node.args[at] is True
 
 

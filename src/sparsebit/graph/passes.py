@@ -79,7 +79,8 @@ def run_passes(
                 output = _run(gm, check)
             report = _run_pass(gm, step, ctx)
             if report.changes:
-                before, output = output, _run(gm, check) if checked else None
+                before = output
+                output = _run(gm, check) if checked else None
                 if checked:
                     _compare(step.name, before, output)
             reports.append(report)
@@ -129,7 +130,10 @@ def _run(gm: fx.GraphModule, args: tuple[Any, ...] | None) -> Any:
 def _compare(name: str, before: Any, after: Any) -> None:
     old, old_tree = pytree.tree_flatten(before)
     new, new_tree = pytree.tree_flatten(after)
-    trouble = "" if old_tree == new_tree else f"the structure was {old_tree}, now it is {new_tree}"
+    if old_tree == new_tree:
+        trouble = ""
+    else:
+        trouble = f"the structure was {old_tree}, now it is {new_tree}"
     for i, (x, y) in enumerate(zip(old, new)):
         trouble = trouble or _difference(x, y, f"output {i}" if len(old) > 1 else "the output")
     if trouble:
@@ -147,5 +151,7 @@ def _difference(x: Any, y: Any, what: str) -> str:
             return f"{what}: {error}"
         return ""
     if isinstance(x, (int, float, str, type(None))) or type(x) is not type(y):
-        return "" if x == y and type(x) is type(y) else f"{what} was {x!r}, now it is {y!r}"
+        if x == y and type(x) is type(y):
+            return ""
+        return f"{what} was {x!r}, now it is {y!r}"
     return ""

@@ -73,12 +73,19 @@ class Pat:
         commutes: bool = False,
         shared: bool = False,
     ):
-        self.ops: Collection[Any] | None = ops.ops if isinstance(ops, Pat) else _as_set(ops)  # None: any op
+        # None: any op
+        if isinstance(ops, Pat):
+            self.ops: Collection[Any] | None = ops.ops
+        else:
+            self.ops = _as_set(ops)
         self.open_ended = bool(inputs) and inputs[-1] is ...
         self.inputs: list[Pat] = [p for p in inputs if isinstance(p, Pat)]
         if len(self.inputs) + self.open_ended != len(inputs):
             raise GraphError(f"Pat({ops}, ...): inputs are Pat, ANY, or `...` as the last one; got {inputs}")
-        self.name, self.where, self.commutes, self.shared = name, where, commutes, shared
+        self.name = name
+        self.where = where
+        self.commutes = commutes
+        self.shared = shared
         self.is_rim = self.ops is None and not inputs
 
     def match(self, node: fx.Node, gm: fx.GraphModule) -> Match | None:
@@ -97,7 +104,10 @@ class Pat:
             return
         if self.name is not None and m.nodes.get(self.name, node) is not node:
             return
-        names = m.nodes if self.name is None else {**m.nodes, self.name: node}
+        if self.name is None:
+            names = m.nodes
+        else:
+            names = {**m.nodes, self.name: node}
         inner = m.inner
         if not self.is_rim:
             inner = {**inner, node: self.shared or node is m.anchor or inner.get(node, False)}
@@ -124,7 +134,9 @@ class Pat:
 def _as_set(ops: Any) -> Collection[Any] | None:
     if ops is None:
         return None
-    return frozenset(ops) if isinstance(ops, (tuple, list, set, frozenset)) else frozenset((ops,))
+    if isinstance(ops, (tuple, list, set, frozenset)):
+        return frozenset(ops)
+    return frozenset((ops,))
 
 
 ANY = Pat(None)
@@ -156,10 +168,14 @@ class Rule:
         self.declined.clear()
         todo = list(reversed(gm.graph.nodes))
         known = set(todo)
-        changed, limit = 0, 10 * len(todo) + 100
+        changed = 0
+        limit = 10 * len(todo) + 100
         while todo:
             node = todo.pop()
-            m = None if _gone(node, gm) else self.pattern.match(node, gm)
+            if _gone(node, gm):
+                m = None
+            else:
+                m = self.pattern.match(node, gm)
             new = None if m is None else self._rewrite(m)
             if new is None:
                 continue

@@ -56,7 +56,9 @@ def to_data(gm: fx.GraphModule) -> dict[str, Any]:
 
 
 def _without_node(value: Any) -> Any:
-    return _Ref(value.name) if isinstance(value, fx.Node) else value
+    if isinstance(value, fx.Node):
+        return _Ref(value.name)
+    return value
 
 
 def from_data(data: dict[str, Any]) -> fx.GraphModule:

@@ -39,7 +39,8 @@ def replace_modules(gm: fx.GraphModule, new: Mapping[fx.Node, tuple[str, nn.Modu
             other.target = aside + str(other.target)[len(name) :]
     for node, (name, module) in new.items():
         _set_module(gm, name, module)
-        node.op, node.target = "call_module", name
+        node.op = "call_module"
+        node.target = name
 
 
 def _other_users(
@@ -84,7 +85,8 @@ def insert_module_before(
 
 def fresh_name(gm: fx.GraphModule, name: str) -> str:
     """`name`, or `name_1`, `name_2` ... if the model has something of that name."""
-    count, fresh = 0, name
+    count = 0
+    fresh = name
     while _is_taken(gm, fresh):
         count += 1
         fresh = f"{name}_{count}"
@@ -105,7 +107,8 @@ def erase_unused(nodes: Iterable[fx.Node], gm: fx.GraphModule) -> int:
 
     For nodes that a rewrite replaced. Placeholders and the output stay (the signature is the user's).
     """
-    erased, replaced = 0, dict.fromkeys(nodes)
+    erased = 0
+    replaced = dict.fromkeys(nodes)
     todo = list(replaced)
     while todo:
         node = todo.pop()

@@ -28,7 +28,10 @@ def as_written_here(smodel: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     finder = Finder(key.removeprefix(PREFIX) for key in own)
     new: OrderedDict[str, Any] = OrderedDict()
     for key, value in state.items():
-        found = None if key in own else finder.find(key.removeprefix(PREFIX))
+        if key in own:
+            found = None
+        else:
+            found = finder.find(key.removeprefix(PREFIX))
         here = key if found is None else PREFIX + found
         if here not in own and here.endswith(".b_mask") and _has_no_bias(here, finder):
             continue
@@ -64,9 +67,12 @@ def _masks_of_others(smodel: Any, state: Mapping[str, Any]) -> dict[str, Tensor]
 
 def _layers_before_norms(smodel: Any) -> dict[str, str]:
     """Paths: of a batch norm, and of the layer whose output it reads."""
-    oprs, found = smodel.oprs(), {}
+    oprs = smodel.oprs()
+    found = {}
     for node in smodel.calls().graph.nodes:
-        path = str(node.target) if node.op == "call_module" else ""
+        path = ""
+        if node.op == "call_module":
+            path = str(node.target)
         if isinstance(oprs.get(path), _NormBase) and node.all_input_nodes:
             source = node.all_input_nodes[0]
             if source.op == "call_module" and str(source.target) in oprs:

@@ -81,7 +81,8 @@ class Plan:
         """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
         model = unwrapped(model)
         check_model(model)
-        example = self._example(model) if example is None else example
+        if example is None:
+            example = self._example(model)
         model, _ = shallower(model, example, self.merged, self.shortened)
         walk = walk_of(model, example, self.heads)
         small = compact(model, Cut(walk, self.dropped(walk)), self.as_written).model
@@ -105,7 +106,9 @@ class Plan:
         found = []
         have = dict([*walk.gm.named_parameters(remove_duplicate=False), *walk.gm.named_buffers()])
         for path, axes in self.kept.items():
-            shape = list(have[path].shape) if path in have else None
+            shape = None
+            if path in have:
+                shape = list(have[path].shape)
             if shape != self.sizes[path]:
                 raise SparsebitError(
                     f"the plan is of another model: {path} had the shape {self.sizes[path]} when it was made, "
@@ -125,8 +128,14 @@ class Plan:
     def _side(self, path: str, name: str, axis: int) -> str:
         """What an axis of a weight is to the user; "" for what says the same again."""
         if name == "weight":
-            return "out" if self.makes.get(path) == axis else "in" if path in self.makes or axis else " "
-        return {"weight_ih_l0": "in", "weight_hh_l0": "hidden"}.get(name, "") if axis == 1 else ""
+            if self.makes.get(path) == axis:
+                return "out"
+            if path in self.makes or axis:
+                return "in"
+            return " "
+        if axis == 1:
+            return {"weight_ih_l0": "in", "weight_hh_l0": "hidden"}.get(name, "")
+        return ""
 
     def __str__(self) -> str:
         rows: dict[str, dict[str, str]] = {}
@@ -172,7 +181,9 @@ def _describe(value: Any) -> Any:
         return {"tuple of": [_describe(v) for v in value]}
     if isinstance(value, list):
         return [_describe(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else {"no JSON": repr(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return {"no JSON": repr(value)}
 
 
 def _rebuild(note: Any) -> Any:
@@ -185,8 +196,9 @@ def _rebuild(note: Any) -> Any:
         if "packed" in note:
             raw = bytearray(zlib.decompress(base64.b64decode(note["packed"])))
             return torch.frombuffer(raw, dtype=dtype).view(note["shape"])
-        like = torch.randn if dtype.is_floating_point else torch.zeros
-        return like(note["shape"]).to(dtype)
+        if dtype.is_floating_point:
+            return torch.randn(note["shape"]).to(dtype)
+        return torch.zeros(note["shape"]).to(dtype)
     if set(note) == {"tuple of"}:
         return tuple(_rebuild(v) for v in note["tuple of"])
     if set(note) == {"packed sequence of"}:

@@ -27,14 +27,20 @@ class Schedule:
             raise ConfigError(
                 f"steps and every must be at least 1, start at least 0: {steps}, {every}, {start}"
             )
-        self.smodel, self.steps, self.every, self.start, self.shape = smodel, steps, every, start, shape
+        self.smodel = smodel
+        self.steps = steps
+        self.every = every
+        self.start = start
+        self.shape = shape
         self.count = 0
 
     @property
     def share(self) -> float:
         """Of the ratios, how much is due now."""
         done = (self.count - self.start) / self.steps
-        return 0.0 if done <= 0 else float(SHAPES[self.shape](min(done, 1.0)))
+        if done <= 0:
+            return 0.0
+        return float(SHAPES[self.shape](min(done, 1.0)))
 
     def step(self) -> None:
         """After every optimizer step, or epoch: the unit is yours."""

@@ -41,7 +41,9 @@ def _today(value: Any, known: Registry[Any]) -> Any:
     if not isinstance(value, str):
         return value
     name = fold(value)
-    return name if name in known else OLD_NAMES.get(name.replace("-", ""), name)
+    if name in known:
+        return name
+    return OLD_NAMES.get(name.replace("-", ""), name)
 
 
 class SparserConfig(PluginConfig):
@@ -95,7 +97,9 @@ class SparserConfig(PluginConfig):
         )
 
     def __getattr__(self, name: str) -> Any:
-        return Spelling(self.type) if name == "TYPE" else super().__getattr__(name)
+        if name == "TYPE":
+            return Spelling(self.type)
+        return super().__getattr__(name)
 
     @field_validator("pattern", mode="before")
     @classmethod
@@ -155,7 +159,8 @@ class SparseConfig(Config):
 
     def verify(self) -> None:
         """Here, and not in the section: there, RATIO of all layers stands beside PATTERN of one."""
-        ratio, pattern = self.sparser.ratio, self.sparser.pattern
+        ratio = self.sparser.ratio
+        pattern = self.sparser.pattern
         if pattern and ratio and not math.isclose(ratio, 1 - Fraction(pattern.replace(":", "/"))):
             raise ConfigError(
                 f"SPARSER.RATIO: is {ratio}, but PATTERN {pattern} says how much goes; leave out one"

@@ -78,7 +78,10 @@ class SparseModel(nn.Module):
         self.cfg = SparseConfig.load({} if config is None else config)
         self.config = self.cfg  # the original's name
         self.device = usable_device(self.cfg.device)
-        self.example = None if example is None else call_of(example, model)
+        if example is None:
+            self.example = None
+        else:
+            self.example = call_of(example, model)
         model = unwrapped(model)
         self._hidden: dict[str, Any] = {"source": model, "given": model, "walk": None, "links": {}}
         self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
@@ -123,7 +126,8 @@ class SparseModel(nn.Module):
 
     def _finish_plain(self, origins: sharing.Origins | None) -> None:
         """Keep the graph, and go on with a copy of it. With `origins`, both have the tensors of the user's model."""
-        plain, source = guarded(self.model), self._hidden["source"]
+        plain = guarded(self.model)
+        source = self._hidden["source"]
         self._hidden.setdefault("plain", plain)
         if origins is None:
             sharing.own_memory(plain)
@@ -168,7 +172,8 @@ class SparseModel(nn.Module):
 
     def disable_sparse_before_add(self) -> None:
         """Layers on the way to an addition keep all of their output: those up to the last convolution before it."""
-        oprs, gm = self.oprs(), self.calls()
+        oprs = self.oprs()
+        gm = self.calls()
         if "" in gm.meta.get("islands", {}):
             log.warning("disable_sparse_before_add: the model is not traced; its additions are not known")
         for path in layers_before_additions(gm, oprs):
@@ -177,7 +182,9 @@ class SparseModel(nn.Module):
     def calls(self) -> fx.GraphModule:
         """The graph that shows which layer reads what of which: also of a model that runs as a single node."""
         plain: fx.GraphModule = self._hidden["plain"]
-        return plain if self._hidden.get("unshown") else self.model
+        if self._hidden.get("unshown"):
+            return plain
+        return self.model
 
     # -- data ----------------------------------------------------------------------------------------
     def prepare_calibration(self) -> None:
@@ -206,7 +213,10 @@ class SparseModel(nn.Module):
             raise ConfigError("refit: is for channels that go; TYPE is unstructured")
         if self.example is None:
             raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
-        source: nn.Module = self._hidden["given"] if whole is None else whole
+        if whole is None:
+            source: nn.Module = self._hidden["given"]
+        else:
+            source = whole
         self._part("refit")
         device = device_of(source) or self.device
         whole = traced(source, self.example.to(device)).to(self.device).eval()
@@ -219,13 +229,16 @@ class SparseModel(nn.Module):
         """What sparsers that learn (slimming, l0) add to the training loss."""
         terms = [opr.sparser.penalty(opr) for opr in self.oprs().values()]
         found = [term for term in terms if term is not None]
-        return torch.stack(found).sum() if found else torch.zeros((), device=self.device)
+        if found:
+            return torch.stack(found).sum()
+        return torch.zeros((), device=self.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.example is None:
             self.example = Call(args, kwargs).map(lambda t: t.detach().clone())
         if self._waiting is not None:
-            waiting, self._waiting = self._waiting, None
+            waiting = self._waiting
+            self._waiting = None
             SparseModel.calc_params(self, **waiting)  # a subclass may have another one
         return self.model(*args, **kwargs)
 
@@ -278,7 +291,9 @@ class SparseModel(nn.Module):
             self._mask_channels(share, budget, progress)
 
     def _mask_channels(self, share: float, budget: Mapping[str, float], progress: bool | None) -> None:
-        oprs, section, walk = self.oprs(), self.cfg.sparser, self.walk()
+        oprs = self.oprs()
+        section = self.cfg.sparser
+        walk = self.walk()
         told = ask_layers(self.calls(), oprs, share)
         cut = choose_channels(self.model, walk, section, told, share, budget, progress)
         if section.refit and any(opr.moments is not None for opr in oprs.values()):
@@ -304,7 +319,8 @@ class SparseModel(nn.Module):
         masks.bake(self.model, hidden["plain"])
         if hidden["walk"] is None:
             with torch.no_grad():
-                plain, heads = hidden["plain"].eval(), self.cfg.sparser.heads
+                plain = hidden["plain"].eval()
+                heads = self.cfg.sparser.heads
                 hidden["walk"] = Walk.through(plain, self.example, heads)
         found: Walk = hidden["walk"]
         return found

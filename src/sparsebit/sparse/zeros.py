@@ -11,7 +11,8 @@ class Zeros:
     """What keep_zeros() switched on; `remove()` lets the weights move again."""
 
     def __init__(self, handles: list[Any], masks: dict[str, Tensor]):
-        self._handles, self.masks = handles, masks
+        self._handles = handles
+        self.masks = masks
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -25,7 +26,8 @@ def keep_zeros(model: nn.Module) -> Zeros:
     qmodel = QuantModel(small, config) ...   # calibrate, init_QAT
     keep_zeros(qmodel)                       # then train
     """
-    handles, masks = [], {}
+    handles = []
+    masks = {}
     for name, p in model.named_parameters():
         if p.dim() > 1 and p.requires_grad and bool((p == 0).any()):
             mask = (p.detach() != 0).to(p.dtype)

@@ -61,13 +61,17 @@ def _by_name(name: str, node: fx.Node, values: Values) -> Call | None:
     wanted = getattr(F, name, None)
     if isinstance(wanted, BuiltinFunctionType):  # generated from the schema
         return Call(wanted, node.args, _kept(node.kwargs))
-    call = _by_parameters(wanted, values) if inspect.isfunction(wanted) else None
+    call = None
+    if inspect.isfunction(wanted):
+        call = _by_parameters(wanted, values)
     if call is not None:
         return call
     for prefix in ("linalg", "special", "fft"):
         if name.startswith(f"{prefix}_"):
             found = getattr(getattr(torch, prefix), name.removeprefix(f"{prefix}_"), None)
-            return None if found is None else Call(found, node.args, node.kwargs)
+            if found is None:
+                return None
+            return Call(found, node.args, node.kwargs)
     if isinstance(getattr(torch, name, None), BuiltinFunctionType):
         return Call(getattr(torch, name), node.args, dict(node.kwargs))
     if callable(getattr(torch.Tensor, name, None)) and node.args:
@@ -80,7 +84,9 @@ def _in_place(name: str, node: fx.Node, values: Values) -> Call | None:
     if callable(getattr(torch.Tensor, name, None)):
         return Call(name, node.args, _kept(node.kwargs))
     function = getattr(F, name.removesuffix("_"), None)
-    call = _by_parameters(function, values) if inspect.isfunction(function) else None
+    call = None
+    if inspect.isfunction(function):
+        call = _by_parameters(function, values)
     if call is None or "inplace" not in inspect.signature(call.target).parameters:
         return None
     return call._replace(kwargs={**call.kwargs, "inplace": True})
@@ -121,13 +127,17 @@ def _function(function: Any, **options: Any) -> Callable[[Values], Call]:
 
 def _slice(v: Values) -> Call | None:
     """`x[:, a:b]`: an axis counted from the end would need the rank."""
-    x, dim = v["self"], v.get("dim", 0)
+    x = v["self"]
+    dim = v.get("dim", 0)
     if dim < 0:
         dim += x.meta["val"].dim() if "val" in x.meta else -sys.maxsize
     if dim < 0:
         return None
-    start, end, step = v.get("start"), v.get("end"), v.get("step", 1)
-    end = None if isinstance(end, int) and end >= sys.maxsize else end
+    start = v.get("start")
+    end = v.get("end")
+    step = v.get("step", 1)
+    if isinstance(end, int) and end >= sys.maxsize:
+        end = None
     part = slice(None if start == 0 else start, end, None if step == 1 else step)
     return Call(operator.getitem, (x, (*[slice(None)] * dim, part)))
 
@@ -137,11 +147,15 @@ def _index(v: Values) -> Call:
 
 
 def _index_put(v: Values) -> Call | None:
-    return None if None in v["indices"] else Call("index_put_", tuple(v.values()))
+    if None in v["indices"]:
+        return None
+    return Call("index_put_", tuple(v.values()))
 
 
 def _rsub(v: Values) -> Call | None:
-    return None if v.get("alpha", 1) != 1 else Call(operator.sub, (v["other"], v["self"]))
+    if v.get("alpha", 1) != 1:
+        return None
+    return Call(operator.sub, (v["other"], v["self"]))
 
 
 def _to(v: Values) -> Call:

@@ -52,11 +52,17 @@ def from_exported(program: torch.export.ExportedProgram | fx.GraphModule) -> fx.
     It takes the arguments that the program was exported with, positional or by name. Inputs that the exported
     graph is not made for (another size of an axis that was fixed, another flag) are refused.
     """
-    exported = program if isinstance(program, fx.GraphModule) else program.module()
+    if isinstance(program, fx.GraphModule):
+        exported = program
+    else:
+        exported = program.module()
     assert isinstance(exported, fx.GraphModule)
     info = getattr(exported.graph._codegen, "pytree_info", None)
     spec = None if info is None else info.out_spec
-    build = None if spec is None else lambda leaves: pytree.tree_unflatten(leaves, spec)
+    if spec is None:
+        build = None
+    else:
+        build = lambda leaves: pytree.tree_unflatten(leaves, spec)
     return _Conversion(exported, None, build, clone=True).result("Exported")
 
 
@@ -80,9 +86,12 @@ class _Conversion:
     def __init__(
         self, exported: fx.GraphModule, signature: inspect.Signature | None, build: Build | None, clone: bool
     ):
-        self.exported, self.build, self.clone = exported, build, clone
+        self.exported = exported
+        self.build = build
+        self.clone = clone
         self.signature, self.arguments = arguments_of(exported, signature)
-        self.root, self.graph = nn.Module(), fx.Graph()
+        self.root = nn.Module()
+        self.graph = fx.Graph()
         self.copies: dict[int, Tensor] = {}  # by the id of the original: tied weights stay tied
         self.blocks: dict[nn.Module, str] = {exported: ""}  # where the attributes of blocks of code go
         self.alone: set[fx.Node] = set()  # ops that are all of a torch.nn module
@@ -122,11 +131,16 @@ class _Conversion:
 
     def _placeholder(self, p: inspect.Parameter) -> fx.Node:
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")  # type: ignore[call-overload]
-        default = p.default if p.default is p.empty or is_literal(p.default) else None
+        default = None
+        if p.default is p.empty or is_literal(p.default):
+            default = p.default
         return self.graph.placeholder(f"{stars}{p.name}", default_value=default)
 
     def _outputs(self, leaves: Any) -> Any:
-        value = leaves if self.build is None else self.build(leaves)
+        if self.build is None:
+            value = leaves
+        else:
+            value = self.build(leaves)
         if self.build is None or is_plain(value):
             return value
         self.root.pack_outputs = PackOutputs(self.build)
@@ -140,7 +154,9 @@ class _Conversion:
         """
         self.alone |= _only_ops(owner.graph)
         for node in owner.graph.nodes:
-            source = env.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            source = None
+            if node.args and isinstance(node.args[0], fx.Node):
+                source = env.get(node.args[0])
             if node.op == "output":
                 return fx.map_arg(node.args[0], env.__getitem__)
             if node.op == "placeholder" or _is_aten(node, _CHECKS) or node.target == "_guards_fn":
@@ -150,7 +166,9 @@ class _Conversion:
             elif _is_aten(node, _NO_OPS):
                 env[node] = source
             elif node.target is operator.getitem and isinstance(source, (tuple, dict)):
-                env[node] = source[node.args[1]] if node.users else None
+                env[node] = None
+                if node.users:
+                    env[node] = source[node.args[1]]
             else:
                 env[node] = self._inlined(node, env, no_grad) or self._translated(node, env, no_grad)
         return None
@@ -172,11 +190,17 @@ class _Conversion:
         return tuple(self._body(block, dict(zip(inner, values)), no_grad))
 
     def _translated(self, node: fx.Node, env: dict[fx.Node, Any], no_grad: bool) -> Any:
-        op, target, args, kwargs, item = node.op, node.target, node.args, node.kwargs, None
+        op = node.op
+        target = node.target
+        args = node.args
+        kwargs = node.kwargs
+        item = None
         call = translate(node)
         if call is not None and (call.item is None or _is_only_use(node, call.item)):
             target, args, kwargs, item = call
-            op = "call_method" if isinstance(target, str) else "call_function"
+            op = "call_function"
+            if isinstance(target, str):
+                op = "call_method"
         if op == "call_module":
             _assign(self.root, str(target), copy.deepcopy(self.exported.get_submodule(str(target))))
         args, kwargs = fx.map_arg((args, kwargs), lambda n: self._value(n, env))
@@ -188,7 +212,9 @@ class _Conversion:
         new.meta.update({"path": path, "no_grad": no_grad})
         if item is None:
             return new
-        new.meta["val"] = node.meta["val"][item] if "val" in node.meta else None
+        new.meta["val"] = None
+        if "val" in node.meta:
+            new.meta["val"] = node.meta["val"][item]
         return {item: new}
 
     def _value(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
@@ -209,7 +235,10 @@ class _Conversion:
         if isinstance(value, Tensor) and self.clone and id(value) not in self.copies:
             copied = value.detach().clone()
             is_parameter = isinstance(value, nn.Parameter)
-            self.copies[id(value)] = nn.Parameter(copied, value.requires_grad) if is_parameter else copied
+            if is_parameter:
+                self.copies[id(value)] = nn.Parameter(copied, value.requires_grad)
+            else:
+                self.copies[id(value)] = copied
         block = self.blocks.setdefault(owner, f"block{len(self.blocks)}.")
         target = f"{block}{node.target}"
         _assign(self.root, target, self.copies.get(id(value), value))
@@ -220,7 +249,10 @@ class _Conversion:
         _, inside, _ = _innermost(node)
         if node in self.alone:
             return inside
-        name = target if isinstance(target, str) else getattr(target, "__name__", node.name)
+        if isinstance(target, str):
+            name = target
+        else:
+            name = getattr(target, "__name__", node.name)
         return f"{inside}.{name.partition('.')[0]}".lstrip(".")
 
 
@@ -228,8 +260,11 @@ def _innermost(node: fx.Node) -> tuple[str, str, str]:
     """The module whose forward made the node: its key (one for each call), its path, its class."""
     stack = node.meta.get("nn_module_stack") or {}
     key, (path, kind) = list(stack.items())[-1] if stack else ("", ("", ""))
-    kind = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-    return (key, path, kind) if not path.startswith("_empty_nn_module_stack") else ("", "", "")
+    if not (isinstance(kind, str)):
+        kind = f"{kind.__module__}.{kind.__qualname__}"
+    if not path.startswith("_empty_nn_module_stack"):
+        return key, path, kind
+    return "", "", ""
 
 
 def _only_ops(graph: fx.Graph) -> set[fx.Node]:

@@ -139,9 +139,14 @@ def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
     shapes = torch.export.ShapesCollection()
     for x in pytree.tree_leaves(example):
         if isinstance(x, Tensor):
-            free = 1 if x.dim() > 3 and x.is_floating_point() else axes
+            if x.dim() > 3 and x.is_floating_point():
+                free = 1
+            else:
+                free = axes
             shapes[x] = dict.fromkeys(range(x.dim())[:free], torch.export.Dim.AUTO)
-    return shapes.dynamic_shapes(model, *example) if axes and len(shapes) else None
+    if axes and len(shapes):
+        return shapes.dynamic_shapes(model, *example)
+    return None
 
 
 @contextmanager

@@ -34,7 +34,9 @@ def leaves_of(arguments: dict[str, Any]) -> Iterator[tuple[str, list[Step], Any]
 
 
 def _index(key: Any) -> Any:
-    return key.idx if isinstance(key, pytree.SequenceKey) else key.key
+    if isinstance(key, pytree.SequenceKey):
+        return key.idx
+    return key.key
 
 
 def arguments_of(
@@ -58,9 +60,14 @@ def arguments_of(
 def _signature(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.Signature:
     """All by position or name; what is constant in the graph may be left out, where Python allows that."""
     parameters: list[inspect.Parameter] = []
-    kind, empty, optional = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty, True
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    empty = inspect.Parameter.empty
+    optional = True
     for name, value in reversed([*zip(names, args), *kwargs.items()]):
-        constant = value.meta.get("val", UNKNOWN) if isinstance(value, fx.Node) else UNKNOWN
+        if isinstance(value, fx.Node):
+            constant = value.meta.get("val", UNKNOWN)
+        else:
+            constant = UNKNOWN
         optional = optional and is_literal(constant)
         parameters.insert(0, inspect.Parameter(name, kind, default=constant if optional else empty))
     return inspect.Signature(parameters)
@@ -89,7 +96,9 @@ class InputCheck(nn.Module):
         given = {_name(a, steps): leaf for a, steps, leaf in leaves_of(arguments)}
         for name in [*self.wanted, *given]:
             if name not in given or name not in self.wanted:
-                what = "is missing" if name in self.wanted else "was not there when the model was exported"
+                what = "was not there when the model was exported"
+                if name in self.wanted:
+                    what = "is missing"
                 raise TraceError(f"input {name} {what}\n  fix: {_FIX}")
         sizes: dict[Any, int] = {}
         for name, wanted in self.wanted.items():
@@ -151,7 +160,8 @@ def take_apart(value: Any, leaves: list[Any], seen: tuple[int, ...] = ()) -> Bui
     remade = lambda all_leaves: [p if b is None else b(all_leaves) for p, b in zip(parts, builds)]
     if known:
         return lambda all_leaves: pytree.tree_unflatten(remade(all_leaves), spec)
-    cls, names = type(value), list(vars(value))
+    cls = type(value)
+    names = list(vars(value))
     return lambda all_leaves: _object(cls, zip(names, remade(all_leaves)))
 
 
@@ -176,11 +186,16 @@ def _name(argument: str, steps: list[Step]) -> str:
 
 def _wanted(leaf: Any) -> Any:
     """What a leaf must be: a tuple of sizes (numbers, or expressions), or a constant."""
-    value = leaf.meta.get("val", UNKNOWN) if isinstance(leaf, fx.Node) else leaf
+    if isinstance(leaf, fx.Node):
+        value = leaf.meta.get("val", UNKNOWN)
+    else:
+        value = leaf
     if isinstance(value, Tensor):
         sizes = [size if isinstance(size, int) else size.node.expr for size in value.shape]
         return tuple(int(size) if isinstance(size, int) or size.is_number else size for size in sizes)
-    return UNKNOWN if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return UNKNOWN
+    return value
 
 
 def _compare(value: Any, wanted: Any, sizes: dict[Any, int]) -> str:
@@ -207,7 +222,9 @@ def _compare(value: Any, wanted: Any, sizes: dict[Any, int]) -> str:
 def _guards(leaves: Iterator[Any]) -> list[Any]:
     """What torch.export found out about sizes on its way, as sympy relations."""
     for leaf in leaves:
-        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else None
+        value = None
+        if isinstance(leaf, fx.Node):
+            value = leaf.meta.get("val")
         mode = getattr(value, "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
             return [guard.expr for guard in mode.shape_env.guards]

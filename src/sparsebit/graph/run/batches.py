@@ -28,7 +28,8 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
     """Forward every batch; returns how many there were."""
     device = getattr(model, "device", CPU)
     signature = signature_of(model)
-    count, first = 0, ""
+    count = 0
+    first = ""
     with torch.no_grad():
         for batch in tracked(as_iterable(batches), progress):
             call = Call.of(batch, signature)
@@ -78,7 +79,8 @@ class _Rest(Iterable[Any]):
     """The first batch and the rest of a running iterator, with the length of the whole for a progress bar."""
 
     def __init__(self, first: Any, iterator: Iterator[Any], batches: Any):
-        self.iterator, self.batches = itertools.chain([first], iterator), batches
+        self.iterator = itertools.chain([first], iterator)
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
         return self.iterator

@@ -133,7 +133,10 @@ def targets_of(batch: Any, signature: inspect.Signature) -> list[Tensor]:
     if isinstance(batch, (Call, PackedSequence)) or not isinstance(batch, (tuple, list)):
         return []
     call = Call.of(batch, signature)
-    behind = batch[1:] if call.kwargs else batch[len(call.args) :]
+    if call.kwargs:
+        behind = batch[1:]
+    else:
+        behind = batch[len(call.args) :]
     return [value for value in behind if isinstance(value, Tensor)]
 
 
@@ -155,7 +158,10 @@ def _report_targets(batch: Sequence[Any], required: int, signature: inspect.Sign
 
 @functools.cache  # once per kind of batch
 def _report_once(size: int, required: int, names: tuple[str, ...], level: int) -> None:
-    taken = "the first" if required == 1 else f"the first {required}"
+    if required == 1:
+        taken = "the first"
+    else:
+        taken = f"the first {required}"
     keys = ", ".join(f'"{name}"' for name in names[: required + 1])
     message = (
         "batches: of each tuple of %d, %s is taken for the inputs (%s) and the rest for targets. If %s is meant, "

@@ -47,11 +47,14 @@ def difference(got: Any, want: Any, tolerance: Tolerance = Tolerance.FLOAT) -> D
     Types, sizes and dtypes have to be the same. NaN equals NaN, and an infinity equals the same infinity. Whole
     numbers, truth values and texts have to be equal; floats may differ by the tolerance.
     """
-    found, wanted = leaves(got), leaves(want)
+    found = leaves(got)
+    wanted = leaves(want)
     if len(found) != len(wanted):
         return Difference("the output", f"has {len(found)} values, not {len(wanted)}")
     for i, (x, y) in enumerate(zip(found, wanted)):
-        where = f"output {i}" if len(wanted) > 1 else "the output"
+        where = "the output"
+        if len(wanted) > 1:
+            where = f"output {i}"
         apart = _leaf_difference(x, y, where, tolerance.value)
         if apart is not None:
             return apart
@@ -65,7 +68,8 @@ def share_apart(got: Tensor, want: Tensor) -> float:
     """
     if not want.numel():
         return 0.0
-    x, y = _as_real(got), _as_real(want)
+    x = _as_real(got)
+    y = _as_real(want)
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x - y).abs().nan_to_num(float("inf"), float("inf"))
     worst = float(apart.max())
@@ -117,11 +121,9 @@ def _leaf_difference(x: Any, y: Any, where: str, tolerance: float) -> Difference
         return Difference(where, f"is {x.dtype}, not {y.dtype}")
     if not y.is_floating_point() and not y.is_complex():
         wrong = int((x != y).sum())
-        return (
-            Difference(where, f"differs in {wrong} of {y.numel()} values", wrong / y.numel())
-            if wrong
-            else None
-        )
+        if wrong:
+            return Difference(where, f"differs in {wrong} of {y.numel()} values", wrong / y.numel())
+        return None
     share = share_apart(x, y)
     if share <= tolerance:
         return None
@@ -141,4 +143,6 @@ def _plain_difference(x: Any, y: Any, where: str, tolerance: float) -> Differenc
 
 
 def _as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x).double() if x.is_complex() else x.detach().double()
+    if x.is_complex():
+        return torch.view_as_real(x).double()
+    return x.detach().double()

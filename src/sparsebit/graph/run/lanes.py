@@ -35,8 +35,13 @@ class Lane:
         base: Lane | None = None,
         differs: Callable[[fx.Node], bool] = lambda node: True,
     ):
-        self.gm, self.base, self.differs = gm, base, differs
-        self.store: Store = base.store if base else store or Store()
+        self.gm = gm
+        self.base = base
+        self.differs = differs
+        if base:
+            self.store: Store = base.store
+        else:
+            self.store = store or Store()
         self.values: list[dict[fx.Node, Any]] = [{} for _ in batches]
         self._batches = batches
         self._runner = Runner(gm)
@@ -59,7 +64,10 @@ class Lane:
     def _compute(self, node: fx.Node) -> None:
         for i, values in enumerate(self.values):
             shared = self._shared(node, i)
-            values[node] = self.store.put(self._run(node, i)) if shared is None else shared[0]
+            if shared is None:
+                values[node] = self.store.put(self._run(node, i))
+            else:
+                values[node] = shared[0]
 
     def _release(self, node: fx.Node, keep: bool = False) -> None:
         for values in self.values:
@@ -71,9 +79,12 @@ class Lane:
         """The base lane's result, if this lane would compute the same."""
         if self.base is None:
             return None
-        mine, other = self.values[i], self.base.values[i]
+        mine = self.values[i]
+        other = self.base.values[i]
         same = all(mine[n] is other[n] for n in node.all_input_nodes)
-        return (other[node],) if same and not (node.op.startswith("call") and self.differs(node)) else None
+        if same and not (node.op.startswith("call") and self.differs(node)):
+            return (other[node],)
+        return None
 
     def _arguments(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         real = lambda n: self.store.get(values[n])

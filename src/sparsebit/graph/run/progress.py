@@ -27,7 +27,9 @@ def wants_bar(progress: bool | None) -> bool:
     """`progress` decides where it is True or False, then the block of bars(), then whether stderr is a terminal."""
     if progress is None:
         progress = SHOWN.get()
-    return sys.stderr.isatty() if progress is None else progress
+    if progress is None:
+        return sys.stderr.isatty()
+    return progress
 
 
 def tracked(items: Iterable[T], progress: bool | None, label: str = "calibrating") -> Iterator[T]:

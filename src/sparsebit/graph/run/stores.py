@@ -23,11 +23,15 @@ class Store:
         if keep not in ("device", "cpu", "disk"):
             raise ConfigError(f"offload: {keep!r} is not one of device, cpu, disk")
         self.keep = keep
-        self._folder = tempfile.TemporaryDirectory(prefix="sparsebit-") if keep == "disk" else None
+        self._folder = None
+        if keep == "disk":
+            self._folder = tempfile.TemporaryDirectory(prefix="sparsebit-")
         self._count = 0
 
     def put(self, value: Any) -> Any:
-        return value if self.keep == "device" else pytree.tree_map_only(Tensor, self._put_tensor, value)
+        if self.keep == "device":
+            return value
+        return pytree.tree_map_only(Tensor, self._put_tensor, value)
 
     def get(self, value: Any) -> Any:
         is_kept = lambda v: isinstance(v, _Kept)
@@ -50,10 +54,15 @@ class _Kept:
     """A tensor that waits elsewhere; its file is deleted with it."""
 
     def __init__(self, value: Tensor | None, device: torch.device, file: Path | None):
-        self.value, self.device, self.file = value, device, file
+        self.value = value
+        self.device = device
+        self.file = file
 
     def load(self) -> Tensor:
-        value = self.value if self.file is None else torch.load(self.file, weights_only=True)
+        if self.file is None:
+            value = self.value
+        else:
+            value = torch.load(self.file, weights_only=True)
         assert value is not None
         return value.to(self.device)
 

@@ -49,7 +49,9 @@ def transposed(gm: fx.GraphModule, node: Any) -> fx.Node | None:
         return None
     turned = _run(node, {str(source.target): weight.detach()}, {})
     same_memory = isinstance(turned, Tensor) and turned.data_ptr() == weight.data_ptr()
-    return source if same_memory and turned.stride() == weight.stride()[::-1] else None
+    if same_memory and turned.stride() == weight.stride()[::-1]:
+        return source
+    return None
 
 
 class _Folder:
@@ -94,11 +96,15 @@ class _Folder:
 
     def _find_roots(self, node: fx.Node) -> set[str] | None:
         if attribute(self.gm, node) is not None:
-            return None if node.target in self.written else {str(node.target)}
+            if node.target in self.written:
+                return None
+            return {str(node.target)}
         if node.op not in ("call_function", "call_method") or writes_input(node, self.gm) or node.is_impure():
             return None
         found = [self._roots_of(source) for source in node.all_input_nodes]
-        return None if any(roots is None for roots in found) else set().union(*filter(None, found))
+        if any(roots is None for roots in found):
+            return None
+        return set().union(*filter(None, found))
 
     def _main_root(self, node: fx.Node) -> str:
         """The largest tensor that the value is made from gives it its name."""
@@ -108,7 +114,10 @@ class _Folder:
     def _attribute_for(self, node: fx.Node) -> str | None:
         if node not in self.folded:
             value = self._evaluate(node)
-            self.folded[node] = None if value is None else self._store(node, value)
+            if value is None:
+                self.folded[node] = None
+            else:
+                self.folded[node] = self._store(node, value)
         return self.folded[node]
 
     def _store(self, node: fx.Node, value: Tensor) -> str:
@@ -132,7 +141,9 @@ class _Folder:
         if any(not torch.equal(a, b) for a, b in zip(generators, _random_states(roots.values()))):
             return None
         size = sum(tensor.numel() for tensor in roots.values())
-        return value.clone() if value.numel() <= MAX_GROWTH * size else None
+        if value.numel() <= MAX_GROWTH * size:
+            return value.clone()
+        return None
 
 
 def _get(gm: fx.GraphModule, name: str) -> Any:
@@ -145,9 +156,10 @@ def _run(node: fx.Node, roots: dict[str, Tensor], done: dict[fx.Node, Any]) -> A
         return roots[str(node.target)]
     if node not in done:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _run(n, roots, done))
-        call: Callable[..., Any] = (
-            getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-        )
+        if isinstance(node.target, str):
+            call: Callable[..., Any] = getattr(torch.Tensor, node.target)
+        else:
+            call = node.target
         done[node] = call(*args, **kwargs)
     return done[node]
 

@@ -121,7 +121,10 @@ def _may_alias(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Does the op hand on the memory of its first argument, and is that all it reads?"""
     if not node.args:
         return False
-    op = forward_owner(type(module_of(node, gm))) if node.op == "call_module" else op_of(node, gm)
+    if node.op == "call_module":
+        op = forward_owner(type(module_of(node, gm)))
+    else:
+        op = op_of(node, gm)
     return op in ALIASING or getattr(op, "__name__", "") in ALIASING_NAMES
 
 
@@ -129,7 +132,10 @@ def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
     """Is the node's value memory of its own? A subclass with a forward of its own may return anything."""
     if node in done:
         return True
-    op = forward_owner(type(module_of(node, gm))) if node.op == "call_module" else op_of(node, gm)
+    if node.op == "call_module":
+        op = forward_owner(type(module_of(node, gm)))
+    else:
+        op = op_of(node, gm)
     return op in FRESH and not writes_input(node, gm)
 
 
@@ -144,7 +150,9 @@ def _plain_form(node: fx.Node) -> Any:
         return "inplace"
     if node.op == "call_method":
         plain = str(node.target).removesuffix("_")
-        return plain if hasattr(torch.Tensor, plain) else None
+        if hasattr(torch.Tensor, plain):
+            return plain
+        return None
     if node.target in INPLACE_OPERATORS:
         return INPLACE_OPERATORS[node.target]
     if node.kwargs.get("inplace") is True:

@@ -27,7 +27,8 @@ _PARAMETRIZED = re.compile(r"\.parametrizations\.(\w+)\.original\d*$")
 
 @graph_pass("functions_to_modules", keeps_output=True)
 def functions_to_modules(gm: fx.GraphModule, ctx: Any = None) -> int:
-    rewrite, changes = _Rewrite(gm), 0
+    rewrite = _Rewrite(gm)
+    changes = 0
     for node in list(gm.graph.nodes):
         op = op_of(node, gm)
         if op in FORMS:
@@ -76,7 +77,9 @@ class _Rewrite:
         values = read_rnn(node)
         params: Any = () if values is None else values["params"]
         weights = [w for w in (attribute(self.gm, p) for p in params) if w is not None]
-        made = describe_rnn(op, values, weights) if values and len(weights) == len(params) else None
+        made = None
+        if values and len(weights) == len(params):
+            made = describe_rnn(op, values, weights)
         if made is None or values is None:
             return False
         path = str(params[0].target).rpartition(".")[0] or str(node.meta.get("path", node.name))
@@ -92,7 +95,8 @@ class _Rewrite:
         if key not in self.made:
             self.made[key] = fresh_name(self.gm, path.replace(".", "_"))
             self.gm.add_submodule(self.made[key], self._build(cls, options, tensors))
-        node.op, node.target = "call_module", self.made[key]
+        node.op = "call_module"
+        node.target = self.made[key]
         node.meta["path"] = path
 
     def _build(
@@ -140,7 +144,9 @@ class _Rewrite:
         source = transposed(self.gm, weight) or weight
         target = _PARAMETRIZED.sub(r".\1", str(source.meta.get("path", source.target)))
         stack = node.meta.get("nn_module_stack") or {}
-        inside = next(reversed(list(stack.values())))[0] if stack else ""
+        inside = ""
+        if stack:
+            inside = next(reversed(list(stack.values())))[0]
         tensor = attribute(self.gm, source)
         for name, owned in _tensors_of(self.gm, inside):
             if owned is tensor:

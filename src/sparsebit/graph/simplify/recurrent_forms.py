@@ -22,13 +22,17 @@ def read_rnn(node: fx.Node) -> dict[str, Any] | None:
     values = dict(zip(NAMES, node.args))
     picked = all(u.target is operator.getitem and type(u.args[1]) is int for u in node.users)
     complete = len(values) == len(NAMES) and not node.kwargs and isinstance(values["params"], (list, tuple))
-    return values if picked and complete and values["train"] is False else None
+    if picked and complete and values["train"] is False:
+        return values
+    return None
 
 
 def describe_rnn(op: Any, values: dict[str, Any], weights: list[Tensor]) -> Any:
     """(class, options, tensors by name) of the module; None if it has projections."""
     cls, options = RNNS[op]
-    layers, bias, directions = values["num_layers"], values["bias"], 2 if values["bidirectional"] else 1
+    layers = values["num_layers"]
+    bias = values["bias"]
+    directions = 2 if values["bidirectional"] else 1
     if len(weights) != layers * directions * (4 if bias else 2):
         return None
     options = {**options, "input_size": weights[0].shape[1], "hidden_size": weights[1].shape[1]}

@@ -19,7 +19,9 @@ def _removable(m: Match, node: fx.Node) -> bool:
 
 def _skip(m: Match) -> fx.Node | None:
     (value,) = (*m.anchor.args, *m.anchor.kwargs.values())
-    return value if isinstance(value, fx.Node) else m.decline("its input is a list of nodes")
+    if isinstance(value, fx.Node):
+        return value
+    return m.decline("its input is a list of nodes")
 
 
 @graph_pass("remove_identity", keeps_output=True)

@@ -19,7 +19,8 @@ def _only_picked_from(m: Match, node: fx.Node) -> bool:
 
 
 def _to_selects(m: Match) -> fx.Node | None:
-    node, graph = m.anchor, m.gm.graph
+    node = m.anchor
+    graph = m.gm.graph
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
     for item in list(node.users):
         with graph.inserting_before(item):

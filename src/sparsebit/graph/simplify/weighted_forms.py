@@ -98,7 +98,9 @@ class Matmul(Form):
         if values is None or values.get("alpha", 1) != 1 or values.get("beta", 1) != 1:
             return None
         weight = values["weight"]
-        return weight if isinstance(weight, fx.Node) and weight is not values["input"] else None
+        if isinstance(weight, fx.Node) and weight is not values["input"]:
+            return weight
+        return None
 
 
 def rank_of(node: Any, gm: fx.GraphModule, depth: int = 16) -> int | None:
@@ -110,17 +112,22 @@ def rank_of(node: Any, gm: fx.GraphModule, depth: int = 16) -> int | None:
     op = op_of(node, gm)
     name = getattr(op, "__name__", "").lower()
     if name.endswith(("1d", "2d", "3d")) and any(kind in name for kind in ("conv", "pool", "batchnorm")):
-        return int(name[-2]) + 2 if name != "batchnorm1d" else None
+        if name != "batchnorm1d":
+            return int(name[-2]) + 2
+        return None
     joins = is_op(op, BROADCAST)
     if not joins and not is_op(op, KEEP_RANK):
         return None
     ranks = [rank_of(x, gm, depth - 1) for x in (node.all_input_nodes if joins else node.all_input_nodes[:1])]
     known = [rank for rank in ranks if rank is not None]
-    return max(known) if known and len(known) == len(ranks) else None
+    if known and len(known) == len(ranks):
+        return max(known)
+    return None
 
 
 def _linear(v: dict[str, Any], rank: int | None) -> Made:
-    weight, bias = v["weight"], v.get("bias")
+    weight = v["weight"]
+    bias = v.get("bias")
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise NotAModule
     if v.get("alpha", 1) != 1 or v.get("beta", 1) != 1:
@@ -133,10 +140,12 @@ def _conv(dims: int, transpose: bool) -> Callable[[dict[str, Any], int | None], 
     cls = getattr(nn, f"ConvTranspose{dims}d" if transpose else f"Conv{dims}d")
 
     def describe(v: dict[str, Any], rank: int | None) -> Made:
-        weight, groups = v["weight"], v.get("groups", 1)
+        weight = v["weight"]
+        groups = v.get("groups", 1)
         if weight.dim() != dims + 2:
             raise NotAModule
-        one, other = weight.shape[0], weight.shape[1] * groups
+        one = weight.shape[0]
+        other = weight.shape[1] * groups
         options = {
             "in_channels": one if transpose else other,
             "out_channels": other if transpose else one,
@@ -155,7 +164,9 @@ def _conv(dims: int, transpose: bool) -> Callable[[dict[str, Any], int | None], 
 def _per_axis(value: Any, dims: int) -> Any:
     """2, [2] and (2, 2) are the same stride of a 2-D convolution; "same" stays."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return tuple(value) * dims if len(value) == 1 else tuple(value)
+        if len(value) == 1:
+            return tuple(value) * dims
+        return tuple(value)
     return value
 
 
@@ -186,7 +197,8 @@ def _rms_norm(v: dict[str, Any], rank: int | None) -> Made:
 
 
 def _group_norm(v: dict[str, Any], rank: int | None) -> Made:
-    channels, eps = v["weight"].numel(), v.get("eps", 1e-5)
+    channels = v["weight"].numel()
+    eps = v.get("eps", 1e-5)
     return nn.GroupNorm, {"num_groups": v["num_groups"], "num_channels": channels, "eps": eps}
 
 
@@ -197,7 +209,10 @@ def _batch_norm(v: dict[str, Any], rank: int | None) -> Made:
         raise NotAModule
     if (v.get("weight") is None) != (v.get("bias") is None):
         raise NotAModule
-    cls = nn.BatchNorm1d if rank == 2 else getattr(nn, f"BatchNorm{rank - 2}d")
+    if rank == 2:
+        cls = nn.BatchNorm1d
+    else:
+        cls = getattr(nn, f"BatchNorm{rank - 2}d")
     options = {"affine": v.get("weight") is not None, "eps": v.get("eps", 1e-5)}
     return cls, {"num_features": mean.numel(), "momentum": v.get("momentum", 0.1), **options}
 

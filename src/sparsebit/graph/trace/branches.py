@@ -8,6 +8,7 @@ import linecache
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch import fx
 
@@ -37,10 +38,14 @@ OF_THE_MOMENT = frozenset(
 
 def of_the_moment(node: fx.Node) -> bool:
     """Does a condition ask for what another run with the same sizes has otherwise: gradients, strides, a device?"""
-    seen, waiting = {node}, [node]
+    seen = {node}
+    waiting = [node]
     while waiting:
         node = waiting.pop()
-        asked = node.args[1] if node.target is getattr else node.target
+        if node.target is getattr:
+            asked: Any = node.args[1]
+        else:
+            asked = node.target
         if asked in OF_THE_MOMENT:
             return True
         if asked not in LASTING:
@@ -54,7 +59,8 @@ def line_of_caller() -> str:
     frame = users_frame()
     if frame is None:
         return "the forward"
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file = frame.f_code.co_filename
+    line = frame.f_lineno
     return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()}"
 
 
@@ -70,7 +76,8 @@ def _decide(frame: FrameType) -> bool | None:
     if not (jump.startswith("POP_JUMP") and jump.endswith(("IF_TRUE", "IF_FALSE"))):
         return None
     jumps_on = jump.endswith("IF_TRUE")
-    target, following = _raises(code, at[code[i].argval]), _raises(code, i + 1)
+    target = _raises(code, at[code[i].argval])
+    following = _raises(code, i + 1)
     if target == following:
         return None
     return not jumps_on if target else jumps_on

@@ -46,7 +46,8 @@ def relax(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> None:
     if not checks or example is None:
         return
     lines = {name: node.args[0] for name, node in checks.items()}
-    idle, needed = set[str](), set[str]()
+    idle = set[str]()
+    needed = set[str]()
     _name(gm, checks, dict(zip(checks, checks)))  # several are on one line
     with evaluating(model), evaluating(gm):
         for call in _other_batches(example):

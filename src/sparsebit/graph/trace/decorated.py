@@ -20,8 +20,14 @@ def called_as_shown(decorated: Any, inputs: list[Any], example: Call | None) -> 
     fixed = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     more = {p.kind: p.name for p in takes if p.kind in ANYTHING}
     needed = [p.name for p in takes if p.default is p.empty and p.kind not in ANYTHING]
-    count = len([name for name in needed if name in fixed]) if example is None else len(example[0])
-    by_name = [name for name in needed if name not in fixed] if example is None else list(example[1])
+    if example is None:
+        count = len([name for name in needed if name in fixed])
+    else:
+        count = len(example[0])
+    if example is None:
+        by_name = [name for name in needed if name not in fixed]
+    else:
+        by_name = list(example[1])
 
     def call(module: nn.Module, *values: Any) -> Any:
         given = dict(zip(names, values))

@@ -120,7 +120,8 @@ def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
 
     The rate is seen in a trace of `root` in training, which has the same calls of attention, whatever else.
     """
-    known, islands = _attention(graph), dict(tracer.islands)
+    known = _attention(graph)
+    islands = dict(tracer.islands)
     if not any(_rate(node) == 0 for node in known):
         return
     try:
@@ -144,19 +145,25 @@ def switched_to_modules(gm: fx.GraphModule, model: nn.Module) -> None:
     for node in list(gm.graph.nodes):
         if "rate" in node.meta:
             _follow(gm, node, model)
-        options = _options(node) if node.meta.pop("switched", False) else {}
+        if node.meta.pop("switched", False):
+            options = _options(node)
+        else:
+            options = {}
         if options and not isinstance(options.get("p"), fx.Node):
             inside = _inside(node)
             made = MODULES[node.target](options.get("p", 0.5), options.get("inplace", False))
             node.target = fresh_name(gm, f"{inside}.{node.target.__name__}".lstrip("."))
             gm.add_submodule(node.target, made.train(model.get_submodule(inside).training))
-            node.op, node.args, node.kwargs = "call_module", (options["input"],), {}
+            node.op = "call_module"
+            node.args = (options["input"],)
+            node.kwargs = {}
     gm.recompile()
 
 
 def _follow(gm: fx.GraphModule, node: fx.Node, model: nn.Module) -> None:
     """The rate of attention is that of a module, which knows whether it is in training."""
-    inside, rate = _inside(node), node.meta.pop("rate")
+    inside = _inside(node)
+    rate = node.meta.pop("rate")
     path = fresh_name(gm, f"{inside}.dropout_rate".lstrip("."))
     gm.add_submodule(path, Rate(rate).train(model.get_submodule(inside).training))
     with gm.graph.inserting_before(node):

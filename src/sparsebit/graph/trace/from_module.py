@@ -52,13 +52,19 @@ def trace(
     `F.dropout(..., training=self.training)` is a module that has such a flag.
     """
     signature = inspect.signature(model.forward)
-    shown = None if example is None else Call(example[0], dict(example[1]))
+    if example is None:
+        shown = None
+    else:
+        shown = Call(example[0], dict(example[1]))
     inputs = _inputs(signature, shown)
-    tracer.example, tracer.shown = {} if shown is None else inputs, shown
+    tracer.example = {} if shown is None else inputs
+    tracer.shown = shown
     for stays, as_shown in _ways(inputs, type(model)):
         if as_shown and tracer.islands and "" not in tracer.islands:
             break  # called with all that it takes, most of it is traced
-        tracer.inputs, tracer.islands, tracer.as_shown = stays, {}, as_shown
+        tracer.inputs = stays
+        tracer.islands = {}
+        tracer.as_shown = as_shown
         tracer.lists_left = {k for k, v in inputs.items() if k not in stays and type(v) is list}
         copied, graph = _trace_around_islands(model, tracer)
         if graph is not None:
@@ -79,7 +85,10 @@ def trace(
     gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
     unsaid = _unsaid(signature, shown) if tracer.as_shown else {}
-    gm.meta["fixed"] = {} if graph is None else _fixed(signature, {**unsaid, **tracer.inputs})
+    if graph is None:
+        gm.meta["fixed"] = {}
+    else:
+        gm.meta["fixed"] = _fixed(signature, {**unsaid, **tracer.inputs})
     for node in gm.graph.nodes:
         node.meta["path"] = _path_of(node, gm)
     return gm
@@ -88,7 +97,8 @@ def trace(
 def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Module, fx.Graph | None]:
     """Trace until no new island turns up: the last run is clean of half-traced ones. None: the root is one."""
     while True:
-        known, recorded = dict(tracer.islands), len(tracer.namespaces)
+        known = dict(tracer.islands)
+        recorded = len(tracer.namespaces)
         copied = own_copy(model)
         if tracer.is_leaf_module(copied, "") and not isinstance(copied, (nn.ModuleList, nn.ModuleDict)):
             copied = alone(copied).train(copied.training)  # a single layer is a network too
@@ -132,7 +142,10 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
 
 def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
     """Inputs that a call as in the example does not have: a decorated forward sees to them by itself."""
-    said = {} if example is None else signature.bind(*example[0], **example[1]).arguments
+    if example is None:
+        said = {}
+    else:
+        said = signature.bind(*example[0], **example[1]).arguments
     nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     known = {p.name: nothing.get(p.kind, p.default) for p in signature.parameters.values()}
     return {k: v for k, v in known.items() if k not in said and v is not inspect.Parameter.empty}
@@ -168,7 +181,10 @@ def unwrapped(model: Any) -> Any:
     """The user's model, out of torch.compile, DataParallel and DistributedDataParallel, which only run it."""
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, nn.Module):
-        name = "module" if isinstance(model, parallel) else "_orig_mod"  # of an OptimizedModule
+        # of an OptimizedModule
+        name = "_orig_mod"
+        if isinstance(model, parallel):
+            name = "module"
         inside = dict(model.named_children()).get(name)
         if inside is None:
             break
@@ -213,5 +229,8 @@ def _path_of(node: fx.Node, gm: fx.GraphModule) -> str:
         return str(node.target)
     stack = node.meta.get("nn_module_stack") or {}
     inside = list(stack.values())[-1][0] if stack else ""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.name)
+    if isinstance(node.target, str):
+        name = node.target
+    else:
+        name = getattr(node.target, "__name__", node.name)
     return f"{inside}.{name}".lstrip(".")

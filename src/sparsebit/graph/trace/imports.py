@@ -19,7 +19,9 @@ class _Finder(MetaPathFinder):
     """Finds what the others find; the code of the module runs between `undo` and `redo`."""
 
     def __init__(self, undo: Callable[[], None], redo: Callable[[], None]):
-        self.undo, self.redo, self.running = undo, redo, 0
+        self.undo = undo
+        self.redo = redo
+        self.running = 0
         self.thread: int | None = threading.get_ident()  # that traces; none when it is done
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -34,7 +36,8 @@ class _Loader(Loader):
     """Around the real one, which many modules may share."""
 
     def __init__(self, finder: _Finder, real: Any):
-        self.finder, self.real = finder, real
+        self.finder = finder
+        self.real = real
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)  # get_source, get_data, ...

@@ -46,7 +46,8 @@ def packing(tracer: Any) -> Iterator[None]:
     """Inside, FUNCTIONS and PackedSequence itself are recorded by `tracer` where they are given a proxy."""
     _open_to_pytree()
     old: list[tuple[Any, CodeType, Any]] = [(f, f.__code__, f.__kwdefaults__) for f in FUNCTIONS]
-    made, stored = PackedSequence.__new__, vars(PackedSequence)["__new__"]
+    made = PackedSequence.__new__
+    stored = vars(PackedSequence)["__new__"]
     for function, code, defaults in old:
         was = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
         was.__kwdefaults__ = defaults
@@ -60,7 +61,8 @@ def packing(tracer: Any) -> Iterator[None]:
     finally:
         PackedSequence.__new__ = stored  # type: ignore[method-assign]
         for function, code, defaults in old:
-            function.__code__, function.__kwdefaults__ = code, defaults
+            function.__code__ = code
+            function.__kwdefaults__ = defaults
 
 
 def _instead(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
@@ -74,7 +76,10 @@ def _recorded(tracer: Any, target: Any, was: Callable[..., Any], *args: Any, **k
         first, *rest = args if args else (kwargs.pop("sequences"),)
         args = (_as_given(tracer, first), *rest)
     if target is rnn.pack_padded_sequence:
-        lengths = args[1] if len(args) > 1 else kwargs.get("lengths")
+        if len(args) > 1:
+            lengths = args[1]
+        else:
+            lengths = kwargs.get("lengths")
         if not has_proxy(lengths) and not any(lengths is b for b in tracer.root.buffers()):
             raise TraceError(
                 "pack_padded_sequence: the lengths are numbers; those of another batch are others"
@@ -127,7 +132,9 @@ def is_packed(node: fx.Node, root: nn.Module) -> bool:
 
 
 def _layer(node: fx.Node | None, root: nn.Module) -> nn.Module | None:
-    return root.get_submodule(str(node.target)) if node is not None and node.op == "call_module" else None
+    if node is not None and node.op == "call_module":
+        return root.get_submodule(str(node.target))
+    return None
 
 
 def _first(node: fx.Node) -> fx.Node | None:

@@ -53,7 +53,8 @@ def _prepared(tracer: fx.Tracer, namespaces: list[dict[str, Any]]) -> Iterator[N
     for name in METHODS:
         new.append((Tensor, name, _recorded(tracer, "call_method", name, getattr(Tensor, name))))
     old = [(owner, name, vars(owner).get(name)) for owner, name, _ in new]
-    redo, undo = functools.partial(_set, new), functools.partial(_set, old)
+    redo = functools.partial(_set, new)
+    undo = functools.partial(_set, old)
     redo()
     for namespace in namespaces:
         namespace.update(NUMBERS)
@@ -142,4 +143,6 @@ NUMBERS = {
 def namespace_of_caller() -> dict[str, Any] | None:
     """The globals of the user's code that is running, if its int and float are the built-in ones."""
     frame = users_frame()
-    return None if frame is None or NUMBERS.keys() & frame.f_globals.keys() else frame.f_globals
+    if frame is None or NUMBERS.keys() & frame.f_globals.keys():
+        return None
+    return frame.f_globals

@@ -23,17 +23,19 @@ class InplaceProxy(fx.Proxy):
 
     def __len__(self) -> int:
         length = self.tracer.length(self)
-        return int(super().__len__()) if length is None else length
+        if length is None:
+            return int(super().__len__())
+        return length
 
     def __add__(self, other: Any) -> Any:
         """`x.shape[:-1] + (4, 16)` is a tuple: some of its sizes may change, others not."""
         if isinstance(other, tuple) and self.tracer.length(self) is not None:
-            return (*self, *other)
+            return *self, *other
         return self.tracer.create_proxy("call_function", operator.add, (self, other), {})
 
     def __radd__(self, other: Any) -> Any:
         if isinstance(other, tuple) and self.tracer.length(self) is not None:
-            return (*other, *self)
+            return *other, *self
         return self.tracer.create_proxy("call_function", operator.add, (other, self), {})
 
     def __int__(self) -> NoReturn:

@@ -34,17 +34,23 @@ def parts_of(node: fx.Node) -> int | None:
         return None  # something else of that name
     if name_of(node) in PAIRS or (name_of(node) in ALONG and type(argument(node, 1, "dim")) is int):
         return 2
-    said = node.args[1] if len(node.args) > 1 else next(iter(node.kwargs.values()), None)
+    if len(node.args) > 1:
+        said = node.args[1]
+    else:
+        said = next(iter(node.kwargs.values()), None)
     if name_of(node) == "chunk" and isinstance(said, int):
         return said
-    return len(said) if name_of(node) == "split" and isinstance(said, (list, tuple)) else None
+    if name_of(node) == "split" and isinstance(said, (list, tuple)):
+        return len(said)
+    return None
 
 
 class Lengths:
     """How many items the values of nodes have, where that does not depend on the sizes of the inputs."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
-        self.root, self.inputs = root, inputs
+        self.root = root
+        self.inputs = inputs
         self.shown = Shapes(root, inputs)
         shapes = [list(t.shape) for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor)]
         others = [[_resized(shapes, axes, f) for f in OTHER_SIZES] for axes in _together(shapes)]
@@ -57,7 +63,9 @@ class Lengths:
             return None if measured is None else measured[0]
         found = [next(filter(None, (self._resized(node, s) for s in others)), None) for others in self.others]
         known = [each for each in found if each is not None]  # sizes that the model does not take say nothing
-        return measured[0] if known and all(each == measured for each in known) else None
+        if known and all(each == measured for each in known):
+            return measured[0]
+        return None
 
     def _resized(self, node: fx.Node, shapes: list[list[int]]) -> tuple[int, int] | None:
         key = str(shapes)
@@ -73,7 +81,10 @@ def _measure(node: fx.Node, shapes: Shapes) -> tuple[int, int] | None:
         return len(value), 0
     if not isinstance(value, (tuple, list)):
         return None
-    dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if len(node.args) > 2:
+        dim: Any = node.args[2]
+    else:
+        dim = node.kwargs.get("dim", 0)
     split = node.target in (torch.split, "split") and all(isinstance(v, Tensor) for v in value)
     return len(value), sum(v.shape[dim] for v in value) if split else 0
 
@@ -152,7 +163,8 @@ class Shapes:
 def _silence() -> Iterator[None]:
     """Torch logs each error with all its lines; here they are answers."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+    before = logger.disabled
+    logger.disabled = True
     try:
         yield
     finally:
@@ -162,7 +174,8 @@ def _silence() -> Iterator[None]:
 @contextmanager
 def _modules_as_they_are() -> Iterator[None]:
     """During a trace, calls of modules and reads of their parameters are recorded."""
-    call, read = nn.Module.__call__, nn.Module.__getattr__
+    call = nn.Module.__call__
+    read = nn.Module.__getattr__
     nn.Module.__call__, nn.Module.__getattr__ = _orig_module_call, _orig_module_getattr  # type: ignore[method-assign]
     try:
         yield

@@ -98,7 +98,9 @@ class LeafTracer(fx.Tracer):
         path = self.path_of_module(m)
         if self.is_leaf_module(m, path):
             return super().call_module(m, forward, args, kwargs)
-        mark, stack, state = self._last_node(), self.module_stack.copy(), State(m)
+        mark = self._last_node()
+        stack = self.module_stack.copy()
+        state = State(m)
         try:
             out = super().call_module(m, forward, args, kwargs)
             state.settle()
@@ -159,10 +161,15 @@ class LeafTracer(fx.Tracer):
         outcome = only_outcome()
         if outcome is None and self.decides and self.example:
             outcome = self._decided(obj)
-        return super().to_bool(obj) if outcome is None else outcome
+        if outcome is None:
+            return super().to_bool(obj)
+        return outcome
 
     def _decided(self, obj: fx.Proxy) -> bool | None:
-        found = None if of_the_moment(obj.node) else self._on_example().shown.of(obj.node)
+        if of_the_moment(obj.node):
+            found = None
+        else:
+            found = self._on_example().shown.of(obj.node)
         if type(found) not in (bool, int):
             return None  # it depends on values
         if type(found) is int:
@@ -182,7 +189,9 @@ class LeafTracer(fx.Tracer):
     def length(self, obj: fx.Proxy) -> int | None:
         """How many items there are: written in the call, or seen on the example if sizes do not change it."""
         parts = parts_of(obj.node) or fields_of(obj.node, self.root)
-        return self._on_example().of(obj.node) if parts is None and self.example else parts
+        if parts is None and self.example:
+            return self._on_example().of(obj.node)
+        return parts
 
     def _on_example(self) -> Lengths:
         known = {k: v for k, v in self.example.items() if k in self.inputs or type(v) is not list}
@@ -203,7 +212,9 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        self.lengths, self.lists = None, []  # of another graph
+        # of another graph
+        self.lengths = None
+        self.lists = []
         self.thread = threading.get_ident()
         bare = inspect.unwrap(root_fn)  # a decorator has other inputs than what it is around
         plain, args = super().create_args_for_root(bare, is_module)
@@ -212,7 +223,9 @@ class LeafTracer(fx.Tracer):
         elif bare is root_fn:
             root_fn = plain
         for i, proxy in enumerate(args):
-            name = str(proxy.node.target).lstrip("*") if isinstance(proxy, fx.Proxy) else ""
+            name = ""
+            if isinstance(proxy, fx.Proxy):
+                name = str(proxy.node.target).lstrip("*")
             if name in self.inputs:
                 args[i] = like(self.inputs[name], proxy)
             elif name in self.lists_left:
@@ -233,7 +246,9 @@ class LeafTracer(fx.Tracer):
             return super().create_arg(a)
         except NotImplementedError:
             kind = type(a).__name__
-            fix = "; with use_cache=False in the example there is none" if kind.endswith("Cache") else ""
+            fix = ""
+            if kind.endswith("Cache"):
+                fix = "; with use_cache=False in the example there is none"
             raise TraceError(f"a graph cannot hold a {kind}{fix}") from None
 
 
@@ -310,4 +325,6 @@ def _written(node: fx.Node) -> str | None:
     found: Any = node.kwargs.get("out") or argument(node, 0, "input")
     while isinstance(found, fx.Node) and found.args and name_of(found) in VIEWS:
         found = found.args[0]
-    return str(found.target) if isinstance(found, fx.Node) and found.op == "get_attr" else None
+    if isinstance(found, fx.Node) and found.op == "get_attr":
+        return str(found.target)
+    return None

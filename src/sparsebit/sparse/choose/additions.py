@@ -14,13 +14,16 @@ def layers_before_additions(gm: fx.GraphModule, oprs: dict[str, Any]) -> set[str
     """Paths of masked layers. Every call is looked at once, however many additions there are."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     todo = [source for node in calls if op_of(node, gm) in ADDS for source in node.all_input_nodes]
-    seen, found = set[fx.Node](), set[str]()
+    seen = set[fx.Node]()
+    found = set[str]()
     while todo:
         node = todo.pop()
         if node in seen:
             continue
         seen.add(node)
-        path = str(node.target) if node.op == "call_module" else ""
+        path = ""
+        if node.op == "call_module":
+            path = str(node.target)
         if path:
             found |= {
                 name for name in oprs if name == path or name.startswith(f"{path}.")

@@ -89,7 +89,9 @@ def _find_steps(walk: Walk, round_to: int) -> list[int]:
     for classes in walk.dimensions():
         multiple = round_to
         if round_to == AUTO:
-            multiple = MULTIPLE if int(channels[classes].sum()) >= 2 * MULTIPLE else 1
+            multiple = 1
+            if int(channels[classes].sum()) >= 2 * MULTIPLE:
+                multiple = MULTIPLE
         found.append(multiple // math.gcd(multiple, *channels[classes].tolist()))
     return found
 
@@ -133,8 +135,14 @@ def within(
     if not fits(Cut(walk, choose(MOST))):
         least = exact(Cut(walk, choose(MOST)).compact()) / whole
         stays = sorted(set(walk.labels.why_fixed.values()))
-        more = [f"and {len(stays) - 3} more"] if len(stays) > 3 else []
-        first = [f"layers with no more than {round_to} channels (round_to)"] if round_to > 1 else []
+        if len(stays) > 3:
+            more = [f"and {len(stays) - 3} more"]
+        else:
+            more = []
+        if round_to > 1:
+            first = [f"layers with no more than {round_to} channels (round_to)"]
+        else:
+            first = []
         raise ConfigError(
             f"{of}: {budget} cannot be reached, {least:.3g} is left when as little stays as can; what cannot be "
             f"cut: {'; '.join([*first, *stays[:3], *more]) or 'one channel of everything'}"
@@ -156,7 +164,8 @@ def _check_measured(of: str, budget: float, ratio: float, left: float) -> None:
 def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:
     """What goes at `ratio`, less what fits into `room`: with `round_to`, layers of one size lose much at once."""
     cut = Cut(walk, choose(ratio))
-    left, refused = room(cut), set[tuple[int, ...]]()
+    left = room(cut)
+    refused = set[tuple[int, ...]]()
     for less in torch.linspace(ratio, 0, FILLS).tolist():
         if left < ROOM:
             break
@@ -168,7 +177,9 @@ def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: C
                 continue
             tried = Cut(walk, cut.dropped[~given])
             if (after := room(tried)) >= 0:
-                cut, left, stays = tried, after, stays[~given]
+                cut = tried
+                left = after
+                stays = stays[~given]
             else:
                 refused.add(key)
     return cut

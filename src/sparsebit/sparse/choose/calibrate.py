@@ -27,7 +27,9 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
     gradients = any(opr.sparser.NEEDS == "gradients" for opr in oprs.values())
     if smodel.cfg.sparser.refit and smodel.cfg.sparser.type == "structured":
         for opr in oprs.values():
-            opr.moments = Moments() if Moments.wanted(opr) else None
+            opr.moments = None
+            if Moments.wanted(opr):
+                opr.moments = Moments()
     hooks = [opr.register_forward_hook(_see) for opr in oprs.values()]
     before = {p: (p.requires_grad, p.grad) for p in smodel.model.parameters()}  # they are the user's
     try:
@@ -98,7 +100,10 @@ def _loss(output: Any, target: Any, loss: Any, number: int) -> Tensor:
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         detached = isinstance(value, Tensor) and value.numel() == 1
-        got = "one that is detached" if detached else _shape(value)
+        if detached:
+            got = "one that is detached"
+        else:
+            got = _shape(value)
         raise CalibrationError(
             f"loss: must return a tensor of one number that depends on the output, such as a mean, got {got} for "
             f"batch {number}"
@@ -107,4 +112,6 @@ def _loss(output: Any, target: Any, loss: Any, number: int) -> Tensor:
 
 
 def _shape(x: Any) -> str:
-    return f"a tensor of {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    if isinstance(x, Tensor):
+        return f"a tensor of {list(x.shape)}"
+    return f"a {type(x).__name__}"

@@ -43,7 +43,10 @@ def choose_channels(
         raise ConfigError(f"{next(iter(budget))}: a budget needs a sparser with weights(), not calc_mask()")
     ratios[without_masks(model, walk)] = 0.0
     known = scores.isfinite() & (ratios > 0) & ~judged
-    spread = allocate.together if section.scope == "global" else allocate.uniform
+    if section.scope == "global":
+        spread = allocate.together
+    else:
+        spread = allocate.uniform
 
     def dropped_with(round_to: int) -> Tensor:
         def choose(ratio: float) -> Tensor:
@@ -56,7 +59,10 @@ def choose_channels(
         decided = [classes[goes[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
         return torch.cat([choose(share), *decided])
 
-    dropped = _rounded(dropped_with) if section.round_to == allocate.AUTO else dropped_with(section.round_to)
+    if section.round_to == allocate.AUTO:
+        dropped = _rounded(dropped_with)
+    else:
+        dropped = dropped_with(section.round_to)
     if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
         log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
     return Cut(walk, dropped)
@@ -69,4 +75,6 @@ def _rounded(dropped_with: Callable[[int], Tensor]) -> Tensor:
     except ConfigError as error:
         log.info("round_to: %s; any number of channels may stay", error)
         dropped = None
-    return dropped if dropped is not None and len(dropped) else dropped_with(1)
+    if dropped is not None and len(dropped):
+        return dropped
+    return dropped_with(1)

@@ -137,7 +137,10 @@ def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
     parts = list(walk.slices.values())
     sizes = torch.tensor([part.labels.numel() for part in parts], dtype=torch.long)
     owners = torch.arange(len(parts)).repeat_interleave(sizes)
-    labels = torch.cat([part.labels.flatten() for part in parts]) if parts else owners
+    if parts:
+        labels = torch.cat([part.labels.flatten() for part in parts])
+    else:
+        labels = owners
 
     def of(cut: Cut) -> dict[str, float]:  # all at once: budgets ask hundreds of times
         kept = torch.bincount(owners, cut.keeps(labels).double(), len(parts)) / sizes
@@ -153,12 +156,17 @@ def _left(cut: Cut, node: fx.Node) -> float:
     """A product: the share of the result, times that of the axis which is summed up. Attention is two of them, and
     each has the width of a head on one side only."""
     fused = op_of(node, cut.walk.gm) is F.scaled_dot_product_attention
-    first = cut.walk.of[node.all_input_nodes[0]] if node.all_input_nodes and not fused else None
+    first = None
+    if node.all_input_nodes and not fused:
+        first = cut.walk.of[node.all_input_nodes[0]]
     share = 1.0
     for labels, axes in ((cut.walk.of[node], None), (first, -1)):
         if isinstance(labels, Tensor) and labels.dim():
             lost = cut.axes(labels)
-            wanted = lost if axes is None else {d: k for d, k in lost.items() if d == labels.dim() - 1}
+            if axes is None:
+                wanted = lost
+            else:
+                wanted = {d: k for d, k in lost.items() if d == labels.dim() - 1}
             for kept in wanted.values():
                 share *= float(kept.float().mean())
     return share

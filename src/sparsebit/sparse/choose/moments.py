@@ -28,7 +28,10 @@ class Moments:
         if isinstance(x, Tensor) and x.is_floating_point():
             rows = x.detach().float().movedim(base.input_axis(layer, x), -1).flatten(0, -2)
             square = rows.T @ rows
-            self.total = square if self.total is None else self.total + square
+            if self.total is None:
+                self.total = square
+            else:
+                self.total = self.total + square
             self.rows += len(rows)
 
     def matrix(self) -> Tensor | None:

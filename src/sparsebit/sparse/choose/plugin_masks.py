@@ -23,7 +23,8 @@ Oprs = dict[str, Any]  # module path -> SparseOpr
 
 def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
     """What calc_mask(x) of the layer's sparser says of a parameter; `share` is how much of the ratio is due."""
-    sparser, weight = opr.sparser, opr.get_parameter(name)
+    sparser = opr.sparser
+    weight = opr.get_parameter(name)
     if sparser.pattern:
         raise ConfigError(
             f"PATTERN: calc_mask of {type(sparser).__name__} decides by itself; leave out PATTERN"
@@ -69,15 +70,22 @@ def ask_layers(gm: fx.GraphModule, oprs: Oprs, share: float, norms: bool = False
     passed: dict[fx.Node, Any] = {}  # what a node keeps of its channels, if that is known
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
-        before = passed.get(inputs[0]) if len(inputs) == 1 else None
-        path = str(node.target) if node.op == "call_module" else ""
+        before = None
+        if len(inputs) == 1:
+            before = passed.get(inputs[0])
+        path = ""
+        if node.op == "call_module":
+            path = str(node.target)
         opr = oprs.get(path)
         if opr is None:
             passed[node] = before
             continue
         if path in asked and path not in told:
             told[path] = _ask(opr, before, share)
-        passed[node] = told[path] if path in asked else _made(opr, before)
+        if path in asked:
+            passed[node] = told[path]
+        else:
+            passed[node] = _made(opr, before)
     for path in sorted(asked - told.keys()):  # inside a part that was not traced
         told[path] = _ask(oprs[path], None, share)
     return told
@@ -104,13 +112,17 @@ def _made(opr: Any, before: Any) -> Any:
 def decisions(walk: Walk, oprs: Oprs, told: dict[str, Any], share: float) -> tuple[Tensor, Tensor]:
     """Classes that masks decide on, and those of them that go."""
     n = len(walk.labels)
-    judged, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    judged = torch.zeros(n, dtype=torch.bool)
+    stays = torch.zeros(n, dtype=torch.bool)
     for part in walk.slices.values():
         if not part.produces:
             continue
         opr, name = owner_of(part.path, oprs)
         path = part.path.removesuffix(f".{name}")
-        kept = None if opr is None else _decision(opr, path, name, part.axis, told, share)
+        if opr is None:
+            kept = None
+        else:
+            kept = _decision(opr, path, name, part.axis, told, share)
         roots = walk.labels.roots(part.labels)
         if kept is None:
             stays[roots] = True

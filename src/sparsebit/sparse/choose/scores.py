@@ -22,7 +22,8 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
     Worths that are comparable between layers add up; others are taken relative to their layer, and averaged.
     """
     n = len(walk.labels)
-    total, layers = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    total = torch.zeros(n, dtype=torch.float64)
+    layers = torch.zeros(n, dtype=torch.float64)
     comparable = True
     for cut in walk.slices.values():
         opr, name = owner_of(cut.path, oprs)
@@ -31,9 +32,11 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
         worth = opr.sparser.channels(opr, name, cut.axis, cut.produces)
         if worth is None:
             continue
-        worth, roots = worth.double().cpu(), walk.labels.roots(cut.labels)
+        worth = worth.double().cpu()
+        roots = walk.labels.roots(cut.labels)
         if not opr.sparser.COMPARABLE:
-            worth, comparable = worth / worth.mean().clamp_min(1e-30), False
+            worth = worth / worth.mean().clamp_min(1e-30)
+            comparable = False
         total.index_add_(0, roots, worth)
         layers.index_add_(0, roots, torch.ones_like(worth))
     scores = total if comparable else total / layers.clamp_min(1)

@@ -23,7 +23,9 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
     if asked and not judged:
         raise cannot_judge(opr.sparser for _, opr, _ in asked)
     for path, opr, name in judged:
-        sparser, mask, ratio = opr.sparser, opr.mask_of(name), opr.sparser.ratio * share
+        sparser = opr.sparser
+        mask = opr.mask_of(name)
+        ratio = opr.sparser.ratio * share
         if sparser.decides:
             mask.copy_(mask_by_sparser(opr, name, path, share))
             continue
@@ -37,7 +39,10 @@ def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
             ranked.setdefault(ratio, []).append((worth, mask))
             continue
         rows = by_output(opr, name, worth)
-        kept = n_of_m(rows, *sparser.pattern) if sparser.pattern else keep_best(rows, ratio, sparser.PER_ROW)
+        if sparser.pattern:
+            kept = n_of_m(rows, *sparser.pattern)
+        else:
+            kept = keep_best(rows, ratio, sparser.PER_ROW)
         mask.copy_(by_output(opr, name, kept))
     for ratio, layers in ranked.items():
         for (_, mask), new in zip(layers, keep_best_of_all([worth for worth, _ in layers], ratio)):

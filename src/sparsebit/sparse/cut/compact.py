@@ -38,7 +38,10 @@ def compact(model: nn.Module, cut: Cut, as_written: bool | None = None) -> Compa
     """
     small = cut.compact()
     check_equal(cut, cut.masked(), small)
-    own = None if as_written is False else _as_written(model, cut, small, sure=as_written is True)
+    if as_written is False:
+        own = None
+    else:
+        own = _as_written(model, cut, small, sure=as_written is True)
     made = Compacted(small if own is None else own, as_written=own is not None)
     set_training(made.model, training_flags(model))
     if own is None and (gone := _unread(cut)):
@@ -58,7 +61,10 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule, sure: bool) -
         return None
     try:
         cut.cut_parameters(own)
-        differs = None if sure else _difference(own, small.eval(), cut.walk.example)
+        if sure:
+            differs = None
+        else:
+            differs = _difference(own, small.eval(), cut.walk.example)
     except Exception as error:  # a size in its code, or a path that only the graph has
         differs = str(error)
     if differs is None:

@@ -72,7 +72,8 @@ class MaskedGraph(fx.GraphModule):
 def at_paths(gm: fx.GraphModule, plain: fx.GraphModule) -> MaskedGraph:
     """Layers that a subclass keeps by the names of torch.fx, as the original did, go where `plain` has them."""
     paths = {node.name: str(node.target) for node in plain.graph.nodes if node.op == "call_module"}
-    known, moved = set(paths.values()), dict[str, str]()
+    known = set(paths.values())
+    moved = dict[str, str]()
     for node in gm.graph.nodes:
         old = str(node.target)
         if node.op == "call_module" and old in paths and old not in known:

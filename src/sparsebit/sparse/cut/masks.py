@@ -37,7 +37,8 @@ def put_masks(gm: fx.GraphModule) -> None:
         if node.op == "call_module":
             for path in _layers(gm, str(node.target)):
                 _mask_layer(gm, path, node)
-    oprs, whole = oprs_of(gm), divisors(gm)
+    oprs = oprs_of(gm)
+    whole = divisors(gm)
     for node in list(gm.graph.nodes):
         if node.op == "get_attr":
             _mask_read(gm, node, oprs, str(node.target) not in whole)
@@ -142,7 +143,9 @@ def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
         owner, _, last = owner.rpartition(".")
         name = f"{last}.{name}"
     opr = oprs.get(owner)
-    return (opr, name) if opr is not None and name in opr.layer_parameters() else (None, path)
+    if opr is not None and name in opr.layer_parameters():
+        return opr, name
+    return None, path
 
 
 def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
@@ -157,7 +160,8 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
 
 def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
     """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
-    oprs, statistics = oprs_of(model), statistics_of(model)
+    oprs = oprs_of(model)
+    statistics = statistics_of(model)
     by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
     read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
     stay = [
@@ -174,7 +178,8 @@ def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
 
 def set_masks(model: fx.GraphModule, cut: Cut) -> None:
     """Where classes go, parameters are masked, and statistics are over what stays."""
-    oprs, statistics = oprs_of(model), statistics_of(model)
+    oprs = oprs_of(model)
+    statistics = statistics_of(model)
     reset_masks(model)
     for part in cut.walk.slices.values():
         mask = mask_at(model, part.path, oprs)
@@ -191,13 +196,16 @@ def set_masks(model: fx.GraphModule, cut: Cut) -> None:
 
 def cut_by_masks(model: fx.GraphModule, walk: Walk) -> Cut:
     """What the masks say: a class goes where every parameter that has it is masked there."""
-    n, oprs = len(walk.labels), oprs_of(model)
-    gone, stays = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    n = len(walk.labels)
+    oprs = oprs_of(model)
+    gone = torch.zeros(n, dtype=torch.bool)
+    stays = torch.zeros(n, dtype=torch.bool)
     for part in walk.slices.values():
         mask = mask_at(model, part.path, oprs)
         if mask is not None:
             left = mask.cpu().bool().movedim(part.axis, 0)
-            left = left.flatten(1).any(1) if left.dim() > 1 else left
+            if left.dim() > 1:
+                left = left.flatten(1).any(1)
             roots = walk.labels.roots(part.labels)
             gone[roots[~left]] = True
             stays[roots[left]] = True
@@ -225,7 +233,8 @@ def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[st
     """
     new: dict[int, list[nn.Parameter]] = {}
     homeless = []
-    oprs, places = oprs_of(model), _Places(target)
+    oprs = oprs_of(model)
+    places = _Places(target)
     whole = divisors(model)
     for path, p in model.named_parameters(remove_duplicate=False):
         store, name = places.find(path, "_parameters")
@@ -234,7 +243,10 @@ def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[st
                 homeless.append(path)
             continue
         opr, inner = owner_of(inside_of_whole(path), oprs)
-        mask = None if path in whole else mask_at(model, path, oprs)
+        if path in whole:
+            mask = None
+        else:
+            mask = mask_at(model, path, oprs)
         value = p if mask is None else p * mask
         value = (value if opr is None else opr.masked(inner)).detach()
         made = new.setdefault(id(p), [])
@@ -246,8 +258,14 @@ def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[st
     for path, b in model.named_buffers(remove_duplicate=False):
         store, name = places.find(path, "_buffers")
         if store is not None:
-            mask = None if path in whole else mask_at(model, path, oprs)
-            store[name] = b.detach().clone() if mask is None else b.detach() * mask
+            if path in whole:
+                mask = None
+            else:
+                mask = mask_at(model, path, oprs)
+            if mask is None:
+                store[name] = b.detach().clone()
+            else:
+                store[name] = b.detach() * mask
     for place in target.modules():
         if isinstance(place, nn.RNNBase):
             place._flat_weights = [place._parameters[n] for n in place._flat_weights_names]
@@ -282,5 +300,10 @@ class _Places:
         home: str | None = owner
         if owner not in self.modules:
             home = self.finder.find(owner)
-        found = None if home is None else vars(self.modules[home])[store]
-        return (found, name) if found is not None and name in found else (None, name)
+        if home is None:
+            found = None
+        else:
+            found = vars(self.modules[home])[store]
+        if found is not None and name in found:
+            return found, name
+        return None, name

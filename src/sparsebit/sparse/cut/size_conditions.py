@@ -23,7 +23,8 @@ def asks_for_cut_sizes(cut: Cut) -> bool:
 
 def _conditions(cut: Cut, check: fx.Node) -> Iterator[fx.Node]:
     """All that is computed on the way to a decision, down to what asks a tensor."""
-    seen, waiting = set[fx.Node](), list(check.all_input_nodes)
+    seen = set[fx.Node]()
+    waiting = list(check.all_input_nodes)
     while waiting:
         node = waiting.pop()
         if node not in seen and not isinstance(cut.walk.values[node], Tensor):
@@ -37,15 +38,20 @@ def _is_cut(cut: Cut, node: fx.Node) -> bool:
     asked: Any = slice(None)  # numel and the like: all sizes
     source = next(iter(node.all_input_nodes), node)
     if node.target is operator.getitem and _is_shape(source):
-        source, asked = source.all_input_nodes[0], node.args[1]
+        source = source.all_input_nodes[0]
+        asked = node.args[1]
     elif node.target == "size":
         asked = argument(node, 1, "dim", asked)
-    what = node.args[1] if node.target is getattr else name_of(node)
+    if node.target is getattr:
+        what = node.args[1]
+    else:
+        what = name_of(node)
     one_by_one = _is_shape(node) and all(user.target is operator.getitem for user in node.users)
     labels = cut.walk.of.get(source)
     if one_by_one or what in NO_SIZES or not isinstance(labels, Tensor):
         return False
-    lost, axes = cut.axes(labels), range(labels.dim())
+    lost = cut.axes(labels)
+    axes = range(labels.dim())
     return any(axis in lost for axis in (axes[asked] if isinstance(asked, slice) else [axes[asked]]))
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
     """Bring the sizes of `gm`, a copy of the walked graph, up to date."""
-    sizes, before = _Sizes(cut, gm.graph), {node.name: node for node in cut.walk.gm.graph.nodes}
+    sizes = _Sizes(cut, gm.graph)
+    before = {node.name: node for node in cut.walk.gm.graph.nodes}
     for node in list(gm.graph.nodes):
         old = before[node.name]
         if node.op == "call_module":
@@ -41,14 +42,20 @@ MAKERS = {"zeros", "ones"}  # of nothing but sizes
 
 class _Sizes:
     def __init__(self, cut: Cut, graph: fx.Graph):
-        self.cut, self.graph = cut, graph
+        self.cut = cut
+        self.graph = graph
         # a restored size -> the node that reads it, what it is now, and what it was
         self._read: dict[fx.Node, tuple[fx.Node, int, int]] = {}
 
     def first(self, old: fx.Node) -> Any:
         """The labels of the first argument."""
-        source = old.args[0] if old.args else old.kwargs.get("input", old.kwargs.get("query"))
-        return self.cut.walk.of[source] if isinstance(source, fx.Node) else None
+        if old.args:
+            source = old.args[0]
+        else:
+            source = old.kwargs.get("input", old.kwargs.get("query"))
+        if isinstance(source, fx.Node):
+            return self.cut.walk.of[source]
+        return None
 
     def known(self, value: Any) -> Any:
         """An argument as it was before the cut."""
@@ -59,7 +66,9 @@ class _Sizes:
 
     def shapes(self, old: fx.Node) -> tuple[list[int], list[int]]:
         """Of the first argument: now, and before."""
-        labels, walk, source = self.first(old), self.cut.walk, old.args[0] if old.args else None
+        labels = self.first(old)
+        walk = self.cut.walk
+        source = old.args[0] if old.args else None
         if isinstance(labels, Tensor):
             return self.cut.shape(labels), [*labels.shape]
         if (
@@ -76,7 +85,10 @@ class _Sizes:
         """What the call says of its first argument as it is now."""
         small = torch.empty(self.shapes(old)[0], device="meta")
         args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
-        op: Any = getattr(torch.Tensor, str(old.target)) if old.op == "call_method" else old.target
+        if old.op == "call_method":
+            op: Any = getattr(torch.Tensor, str(old.target))
+        else:
+            op = old.target
         return op(small, *args, **kwargs)
 
     def new(self, op: Callable[..., Any], *args: Any) -> fx.Node:
@@ -91,8 +103,13 @@ class _Sizes:
             return read
         common = math.gcd(now, before)
         with self.graph.inserting_before(at):
-            out = given if now == common else self.new(operator.mul, given, now // common)
-            return out if before == common else self.new(operator.floordiv, out, before // common)
+            if now == common:
+                out = given
+            else:
+                out = self.new(operator.mul, given, now // common)
+            if before == common:
+                return out
+            return self.new(operator.floordiv, out, before // common)
 
     def parts(self, given: Any, n: int, at: fx.Node) -> list[Any]:
         """What is in a tuple, which may be a node."""
@@ -113,11 +130,17 @@ class _Sizes:
         """Users of a size that shrank get what it was."""
         before = self.cut.walk.values[old]
         if call_name(node) == "numel" and any(isinstance(v, torch.Size) for v in self.known(old.args)):
-            node.op, node.target = "call_function", math.prod  # of a tuple, by now
-        asked = old.args[1] if old.target is getattr else call_name(old)
+            # of a tuple, by now
+            node.op = "call_function"
+            node.target = math.prod
+        if old.target is getattr:
+            asked = old.args[1]
+        else:
+            asked = call_name(old)
         if asked not in SIZES or operator.eq(*self.shapes(old)):
             return
-        now, users = self.on_small(old), list(node.users)
+        now = self.on_small(old)
+        users = list(node.users)
         if isinstance(before, int):
             whole = self._restored(node, now, before)
             for user in users if whole is not node else ():
@@ -130,7 +153,8 @@ class _Sizes:
                 user.replace_all_uses_with(restored[user.args[1]])
             else:
                 put = lambda n: restored if n is node else n
-                user.args, user.kwargs = fx.map_arg(user.args, put), fx.map_arg(user.kwargs, put)
+                user.args = fx.map_arg(user.args, put)
+                user.kwargs = fx.map_arg(user.kwargs, put)
 
     def _restored(self, node: fx.Node, now: int, before: int) -> fx.Node:
         if now == before:
@@ -143,13 +167,17 @@ class _Sizes:
 def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
     given: Any
-    source = () if call_name(node) in MAKERS else (argument(node, 0, "input"),)
+    if call_name(node) in MAKERS:
+        source: tuple[Any, ...] = ()
+    else:
+        source = (argument(node, 0, "input"),)
     skip = len(source)
     given, before = ([*n.args[skip:]] or [n.kwargs.get("shape", n.kwargs.get("size"))] for n in (node, old))
     before = sizes.known(before)
     packed = len(before) == 1 and isinstance(before[0], (tuple, list))
     if packed:
-        given, before = given[0], before[0]
+        given = given[0]
+        before = before[0]
     new = sizes.all_scaled(given, sizes.cut.shape(sizes.cut.walk.of[old]), before, node)
     if new is not None:
         node.args = (*source, *([tuple(new)] if packed else new))
@@ -158,20 +186,26 @@ def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """split and chunk: how long each part is."""
-    cut, labels = sizes.cut, sizes.first(old)
+    cut = sizes.cut
+    labels = sizes.first(old)
     dim = sizes.was(old, 2, "dim", 0) % labels.dim()
     if dim not in cut.axes(labels):
         return
     parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
     if call_name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
         return  # into so many parts
-    node.target = "split" if node.op == "call_method" else torch.split
-    node.args, node.kwargs = (argument(node, 0, "input"), parts, dim), {}
+    if node.op == "call_method":
+        node.target = "split"
+    else:
+        node.target = torch.split
+    node.args = (argument(node, 0, "input"), parts, dim)
+    node.kwargs = {}
 
 
 def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """x[:, a:b], or what is written there, on an axis that lost channels: a and b count what is kept before them."""
-    labels, index = sizes.first(old), argument(node, 1, "b")
+    labels = sizes.first(old)
+    index = argument(node, 1, "b")
     lost = sizes.cut.axes(labels)
     if not lost:
         return
@@ -182,7 +216,8 @@ def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
             axis = labels.dim() - sum(map(axes_of, before[k + 1 :]))
             continue
         if isinstance(part, slice) and axis in lost:
-            kept, ends = lost[axis], (given[k].start, given[k].stop)
+            kept = lost[axis]
+            ends = (given[k].start, given[k].stop)
             given[k] = slice(
                 *(_bound(sizes, kept, new, end, node) for new, end in zip(ends, (part.start, part.stop)))
             )
@@ -196,11 +231,14 @@ def _bound(sizes: _Sizes, kept: Tensor, given: Any, before: int | None, at: fx.N
     if before >= 0:
         return sizes.scaled(given, int(kept[:before].sum()), before, at)
     behind = int(kept[before:].sum())  # -0 would be the beginning
-    return sizes.scaled(given, -behind, before, at) if behind else int(kept.sum())
+    if behind:
+        return sizes.scaled(given, -behind, before, at)
+    return int(kept.sum())
 
 
 def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    labels, dim = sizes.first(old), sizes.was(old, 1, "dim")
+    labels = sizes.first(old)
+    dim = sizes.was(old, 1, "dim")
     kept = sizes.cut.axes(labels).get(dim % labels.dim())
     if kept is not None:
         names = ((2, "start"), (3, "length"))
@@ -211,38 +249,48 @@ def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
             sizes.scaled(argument(node, *name), int(part.sum()), was, node)
             for name, (part, was) in zip(names, counts)
         ]
-        node.args, node.kwargs = (argument(node, 0, "input"), dim, *new), {}
+        node.args = (argument(node, 0, "input"), dim, *new)
+        node.kwargs = {}
 
 
 def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
     """Channels that are added, or with a negative number those that are cut off."""
-    before, out = list(sizes.was(old, 1, "pad")), sizes.cut.walk.of[old]
-    inside, outside = sizes.cut.axes(sizes.first(old)), sizes.cut.axes(out)
+    before = list(sizes.was(old, 1, "pad"))
+    out = sizes.cut.walk.of[old]
+    inside = sizes.cut.axes(sizes.first(old))
+    outside = sizes.cut.axes(out)
     now = list(before)
     for i, n in enumerate(before):
         axis = out.dim() - 1 - i // 2
         kept = (outside if n > 0 else inside).get(axis)
         if kept is not None:
             edge = kept.flip(0) if i % 2 else kept
-            now[i] = int(edge[:n].sum()) if n > 0 else -int(edge[:-n].sum())
+            if n > 0:
+                now[i] = int(edge[:n].sum())
+            else:
+                now[i] = -int(edge[:-n].sum())
     if now != before:
         given = sizes.parts(argument(node, 1, "pad"), len(before), node)
         pads = tuple(g if n == b else sizes.scaled(g, n, b, node) for g, n, b in zip(given, now, before))
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("input", "pad")}
-        node.args, node.kwargs = (argument(node, 0, "input"), pads, *node.args[2:]), kwargs
+        node.args = (argument(node, 0, "input"), pads, *node.args[2:])
+        node.kwargs = kwargs
 
 
 def _unflatten(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    before, dim = sizes.was(old, 2, "sizes"), sizes.was(old, 1, "dim") % sizes.first(old).dim()
+    before = sizes.was(old, 2, "sizes")
+    dim = sizes.was(old, 1, "dim") % sizes.first(old).dim()
     now = sizes.cut.shape(sizes.cut.walk.of[old])[dim : dim + len(before)]
     new = sizes.all_scaled(argument(node, 2, "sizes"), now, before, node)
     if new is not None:
-        node.args, node.kwargs = (argument(node, 0, "input"), dim, tuple(new)), {}
+        node.args = (argument(node, 0, "input"), dim, tuple(new))
+        node.kwargs = {}
 
 
 def _unflatten_module(sizes: _Sizes, module: nn.Module, old: fx.Node) -> None:
     if isinstance(module, nn.Unflatten):
-        out, before = sizes.cut.shape(sizes.cut.walk.of[old]), module.unflattened_size
+        out = sizes.cut.shape(sizes.cut.walk.of[old])
+        before = module.unflattened_size
         start = module.dim % (len(out) - len(before) + 1)
         module.unflattened_size = tuple(-1 if b == -1 else n for b, n in zip(before, out[start:]))
 

@@ -30,7 +30,8 @@ class Cut:
     """What is left of `walk.gm` when the classes `dropped` go."""
 
     def __init__(self, walk: Walk, dropped: Tensor):
-        self.walk, self.dropped = walk, dropped
+        self.walk = walk
+        self.dropped = dropped
         self._stays = torch.ones(len(walk.labels), dtype=torch.bool)
         self._stays[dropped] = False
 
@@ -108,9 +109,10 @@ class Cut:
             source = new.get(id(old), old)
             index = kept.nonzero().flatten().to(source.device)
             sliced = source.detach().index_select(cut.axis, index).clone()
-            new[id(old)] = (
-                nn.Parameter(sliced, old.requires_grad) if isinstance(old, nn.Parameter) else sliced
-            )
+            if isinstance(old, nn.Parameter):
+                new[id(old)] = nn.Parameter(sliced, old.requires_grad)
+            else:
+                new[id(old)] = sliced
         for module in model.modules():  # also where a parameter is shared
             for names in (module._parameters, module._buffers):
                 for name, value in list(names.items()):

@@ -38,7 +38,8 @@ def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tens
 @torch.no_grad()
 def errors_of(whole: fx.GraphModule, trials: list[fx.GraphModule], calls: Iterable[Call]) -> list[float]:
     """How far the output of each is from that of `whole`, relative to its power."""
-    errors, power = [0.0] * len(trials), 0.0
+    errors = [0.0] * len(trials)
+    power = 0.0
     for args, kwargs in calls:
         want = _floats(whole(*args, **kwargs))
         power += sum(float(x.square().sum()) for x in want)

@@ -93,7 +93,8 @@ def merge(
             pairs = _leaving_none_out([pair for pair in pairs if pair.narrow])
         return {pair.goes.name: pair for pair in pairs}
 
-    blocks = [blocks] if isinstance(blocks, str) and blocks != "auto" else blocks
+    if isinstance(blocks, str) and blocks != "auto":
+        blocks = [blocks]
     small, names = one_by_one(model, example, blocks, batches, progress, "merge", find, take)
     small.merged = names  # type: ignore[assignment]
     return small
@@ -137,7 +138,9 @@ def find_pairs(gm: fx.GraphModule) -> list[Pair]:
     blocks = {block.add: replace(block, name=name) for block, name in zip(listed, names)}
     pairs: list[Pair] = []
     for stays in blocks.values():
-        node, readers, between = stays.kept, {stays.nodes[0], stays.add}, list[fx.Node]()
+        node = stays.kept
+        readers = {stays.nodes[0], stays.add}
+        between = list[fx.Node]()
         while set(node.users) == readers and node not in blocks and op_of(node, gm) in ACTIVATIONS:
             between.insert(0, node)
             node, readers = node.all_input_nodes[0], {node}
@@ -178,7 +181,9 @@ def _chain(node: Any, kept: Any) -> list[fx.Node]:
 
 def _form(node: fx.Node, gm: fx.GraphModule) -> tuple[Any, ...]:
     op = op_of(node, gm)
-    module: Any = module_of(node, gm) if node.op == "call_module" else None
+    module: Any = None
+    if node.op == "call_module":
+        module = module_of(node, gm)
     if op is nn.Conv2d and module.groups == 1 and module.stride == (1, 1) and _pads_zeros(module):
         return "c", module.kernel_size, module.padding, module.dilation, module.bias is None
     if op is nn.BatchNorm2d and module.affine and module.track_running_stats:
@@ -198,11 +203,14 @@ def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
-    kept, between = nodes[pair.goes.kept.name], [nodes[node.name] for node in pair.between]
+    kept = nodes[pair.goes.kept.name]
+    between = [nodes[node.name] for node in pair.between]
     before = nodes[pair.stays.kept.name]
-    first, adds = nodes[pair.stays.nodes[0].name], [nodes[b.add.name] for b in (pair.goes, pair.stays)]
+    first = nodes[pair.stays.nodes[0].name]
+    adds = [nodes[b.add.name] for b in (pair.goes, pair.stays)]
     for add in adds:  # not in place: two read what one read
-        add.op, add.target = "call_function", torch.add
+        add.op = "call_function"
+        add.target = torch.add
     first.replace_input_with(before, kept)
     adds[1].replace_input_with(before, adds[0])
     for node in reversed(between):
@@ -217,7 +225,9 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     """The same, with the layers of both as one: the block that stays gets wider ones."""
     small = _side_by_side(gm, pair)
     nodes = {node.name: node for node in small.graph.nodes}
-    goes, stays, last = pair.goes, pair.stays, pair.stays.last
+    goes = pair.goes
+    stays = pair.stays
+    last = pair.stays.last
     add = nodes[goes.add.name]
     nodes[stays.add.name].replace_input_with(add, nodes[goes.kept.name])
     for node in (add, *reversed([nodes[n.name] for n in goes.nodes])):
@@ -226,8 +236,12 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
         if stays.forms[i][0] != "a" and i <= last:
             wide = _side(module_of(one, gm), module_of(other, gm), 1 if i == last else 0)
             if i == last:  # what is added to its output is fitted: in the norm, if there is one
-                normed, zeros = last + 1 < len(stays.nodes), wide.weight.new_zeros(len(wide.weight))
-                wide.bias = None if normed else nn.Parameter(zeros)
+                normed = last + 1 < len(stays.nodes)
+                zeros = wide.weight.new_zeros(len(wide.weight))
+                if normed:
+                    wide.bias = None
+                else:
+                    wide.bias = nn.Parameter(zeros)
             small.set_submodule(str(other.target), wide)
     if last + 1 < len(stays.nodes):  # it gets other statistics
         norm = stays.nodes[-1]
@@ -246,7 +260,10 @@ def _side(one: Any, other: Any, axis: int) -> Any:
         for name, value in store.items():
             if isinstance(value, Tensor) and value.ndim > axis:
                 both = torch.cat([getattr(one, name), value], axis)
-                store[name] = nn.Parameter(both, value.requires_grad) if store is wide._parameters else both
+                if store is wide._parameters:
+                    store[name] = nn.Parameter(both, value.requires_grad)
+                else:
+                    store[name] = both
     if isinstance(wide, nn.Conv2d):
         wide.out_channels, wide.in_channels = wide.weight.shape[:2]
     else:
@@ -264,7 +281,8 @@ def _fit(
     for call in calls:
         wanted = values_at(whole, {pair.stays.add.name for pair in pairs}, call)
         for i, (trial, pair) in enumerate(zip(trials, pairs)):
-            read, kept = pair.stays.nodes[pair.stays.last - 1].name, pair.goes.kept.name
+            read = pair.stays.nodes[pair.stays.last - 1].name
+            kept = pair.goes.kept.name
             seen = values_at(trial, {read, kept}, call)
             lacks = wanted[pair.stays.add.name] - seen[kept]
             moments[i] = moments[i] + moment(

@@ -39,9 +39,16 @@ def one_by_one(
     whole.eval()
     if batches is None and wanted and isinstance(wanted, (int, str)):
         raise ConfigError(f"{what}: which ones go is measured: pass batches, or their names")
-    calls = None if batches is None else Batches(whole, batches, progress, what)
-    small, names = whole, list[str]()
-    steps: Iterable[Any] = range(wanted) if isinstance(wanted, int) else wanted
+    if batches is None:
+        calls = None
+    else:
+        calls = Batches(whole, batches, progress, what)
+    small = whole
+    names = list[str]()
+    if isinstance(wanted, int):
+        steps: Iterable[Any] = range(wanted)
+    else:
+        steps = wanted
     for name in repeat(0) if wanted == "auto" else steps:
         found = find(small, call)
         if wanted == "auto" and not found:
@@ -50,7 +57,10 @@ def one_by_one(
             raise ConfigError(f"{what}: none is called {name}; there are {', '.join(found) or 'none'}")
         if not found:
             raise ConfigError(f"{what}: {wanted} are to go, but only {len(names)} can")
-        tried = [found[name]] if isinstance(name, str) else [*found.values()]
+        if isinstance(name, str):
+            tried = [found[name]]
+        else:
+            tried = [*found.values()]
         with contextlib.nullcontext() if calls is None else calls.named():
             gone, small = take(whole, small, tried, calls)
         names.append(gone)

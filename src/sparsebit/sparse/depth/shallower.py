@@ -24,7 +24,8 @@ def shallower(
     if merge:
         merged = merge_blocks(model, example, merge, batches, progress)
         done["merged"] = merged.merged
-        model = merged if merged.merged else model
+        if merged.merged:
+            model = merged
     if depth:
         model = shorten(model, example, depth, batches, progress)
         done["shortened"] = model.shortened

@@ -66,7 +66,8 @@ def shorten(
     batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
     """
 
-    branches = [branches] if isinstance(branches, str) else branches
+    if isinstance(branches, str):
+        branches = [branches]
     find = lambda gm, call: {branch.name: branch for branch in _branches(gm, call)}
     small, names = one_by_one(model, example, branches, batches, progress, "depth", find, _best)
     small.shortened = names  # type: ignore[assignment]
@@ -145,7 +146,8 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
 def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
     """`goes` and what nobody else needs."""
     only: dict[fx.Node, None] = {}
-    gone, waiting = {add}, [goes]
+    gone = {add}
+    waiting = [goes]
     while waiting:
         node = waiting.pop()
         others = {user for user in node.users if not _is_checked(user)}
@@ -165,7 +167,8 @@ def _is_checked(node: fx.Node) -> bool:
 def _drop_idle_checks(graph: fx.Graph) -> None:
     """Checks of what nothing but checks reads any more."""
     for check in [node for node in graph.nodes if node.target is as_decided]:
-        seen, waiting = set[fx.Node](), list(check.all_input_nodes)
+        seen = set[fx.Node]()
+        waiting = list(check.all_input_nodes)
         while waiting:
             node = waiting.pop()
             if node not in seen and _is_checked(node):
@@ -201,7 +204,8 @@ def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.Gr
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
-    add, kept = nodes[branch.add], nodes[branch.kept]
+    add = nodes[branch.add]
+    kept = nodes[branch.kept]
     value = kept
     for layer, kind in zip(layers, ("linear", "norm")):
         path = re.sub(r"\W", "_", f"{branch.name}_{kind}")

@@ -23,7 +23,10 @@ def stand_in(channels: int, rank: int, normed: bool, like: Tensor) -> nn.Sequent
     linear: Any = nn.Linear(channels, channels)
     if rank in KINDS:
         linear = KINDS[rank][0](channels, channels, 1, bias=not normed)
-    layers = [linear, KINDS[rank][1](channels)] if normed else [linear]
+    if normed:
+        layers = [linear, KINDS[rank][1](channels)]
+    else:
+        layers = [linear]
     for parameter in linear.parameters():
         nn.init.zeros_(parameter)
     return nn.Sequential(*layers).to(like.device, like.dtype).eval()
@@ -31,5 +34,6 @@ def stand_in(channels: int, rank: int, normed: bool, like: Tensor) -> nn.Sequent
 
 def rows(value: Tensor, layer: nn.Module) -> Tensor:
     """(positions, channels)."""
-    value = value if isinstance(layer, nn.Linear) else value.movedim(1, -1)
+    if not (isinstance(layer, nn.Linear)):
+        value = value.movedim(1, -1)
     return value.reshape(-1, value.shape[-1]).double()

@@ -111,7 +111,8 @@ class Labels:
     def along(self, labels: Tensor, axis: int) -> Tensor:
         """One label per position of `axis`; the other axes are joined."""
         axis = axis % labels.dim()
-        n, thinned = labels.shape[axis], stored(labels)[0]
+        n = labels.shape[axis]
+        thinned = stored(labels)[0]
         vector = (
             thinned.expand(*thinned.shape[:axis], n, *thinned.shape[axis + 1 :])
             .movedim(axis, 0)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 def without_rule(walk: Walk, node: fx.Node) -> str:
     """Why no channel rule spoke for a node."""
-    module = walk.module(node) if node.op == "call_module" else None
+    module = None
+    if node.op == "call_module":
+        module = walk.module(node)
     island = walk.gm.meta.get("islands", {}).get("" if isinstance(module, Whole) else str(node.target))
     if module is not None and island is not None:
         return f"was not traced and runs as it is: {island.error}" + f" ({island.line})" * bool(island.line)
@@ -26,7 +28,10 @@ def without_rule(walk: Walk, node: fx.Node) -> str:
         return "its weight is computed (a parametrization has remove_parametrizations for that)"
     if isinstance(node.target, type) and all(user.op == "output" for user in node.users):
         return "is an output of the model"
-    what = node.target if module is None else type(module).__name__
+    if module is None:
+        what = node.target
+    else:
+        what = type(module).__name__
     name = getattr(what, "__name__", what)
     if not any(isinstance(v, Tensor) for v in pytree.tree_leaves(walk.values[node])):
         return f"no rule looks into what {name} makes of it"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,11 @@ class Walk:
 
     def make(self, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
         """Fresh labels for `n` channels on `axis` of the node's value: (labels, the value's labels)."""
-        new = self.labels.fresh(n) if n > 1 else torch.zeros(1, dtype=torch.long)  # a single channel stays
+        # a single channel stays
+        if n > 1:
+            new = self.labels.fresh(n)
+        else:
+            new = torch.zeros(1, dtype=torch.long)
         return new, self.spread(node, new, axis)
 
     def spread(self, node: fx.Node, vector: Tensor, axis: int) -> Tensor:
@@ -135,7 +139,8 @@ class Walk:
     def settle_heads(self, labels: Tensor, dimensions: Collection[int]) -> set[int]:
         """The axes with channels, after those along `dimensions` or those along the others (heads) were joined."""
         axes = {*self.labels.varies(labels)}
-        inside, heads = axes & {*dimensions}, axes - {*dimensions}
+        inside = axes & {*dimensions}
+        heads = axes - {*dimensions}
         if inside and heads:
             self.labels.whole(labels, sorted(inside if self.heads == "whole" else heads))
             axes = {*self.labels.varies(labels)}
@@ -169,7 +174,10 @@ class Walk:
                 self.fix(labels, node, "takes a single position of the axis")
                 changed = True
         for labels in pytree.tree_leaves(list(self.of.values())):
-            axes = self.labels.varies(labels) if isinstance(labels, Tensor) else []
+            if isinstance(labels, Tensor):
+                axes = self.labels.varies(labels)
+            else:
+                axes = []
             if len(axes) > 1:
                 best = max(axes, key=lambda d: self._parts(labels, d))
                 self.labels.along(labels, best if self.heads == "whole" else axes[-1])
@@ -182,10 +190,14 @@ class Walk:
         Those that layers make count first: rows of a table that the example does not reach are no channels.
         """
         trial = Labels()
-        trial._parent, trial._flat = self.labels._parent.clone(), self.labels._flat
+        trial._parent = self.labels._parent.clone()
+        trial._flat = self.labels._flat
         parts = trial.roots(trial.along(labels, axis)).unique()
         made = [trial.roots(part.labels) for part in self.slices.values() if part.produces]
-        known = torch.isin(parts, torch.cat(made)) & (parts != FIXED) if made else parts[:0]
+        if made:
+            known = torch.isin(parts, torch.cat(made)) & (parts != FIXED)
+        else:
+            known = parts[:0]
         return int(known.sum()), len(parts)
 
     # -- results -------------------------------------------------------------------------------------
@@ -229,7 +241,9 @@ def _that_may_vanish(places: list[tuple[int, ...]], fixed: set[int]) -> list[boo
 
 def where(node: fx.Node) -> str:
     path = node.meta.get("path")
-    return "the model" if path == "" else str(path or node.name)
+    if path == "":
+        return "the model"
+    return str(path or node.name)
 
 
 def tensor_at(model: nn.Module, path: str) -> Tensor:
@@ -291,7 +305,8 @@ class _Walker(Runner):
         if node.op == "get_attr":
             return self._parameter(node, value)
         real = lambda n: walk.values[n] if walk.of[n] is None else walk.of[n]
-        args, kwargs = fx.map_arg(node.args, real), fx.map_arg(node.kwargs, real)
+        args = fx.map_arg(node.args, real)
+        kwargs = fx.map_arg(node.kwargs, real)
         plain = not _tensors(value) and (not _tensors((args, kwargs)) or is_description(node))
         if node.op == "placeholder" or plain:
             return pytree.tree_map_only(Tensor, walk.fixed, value)
@@ -324,12 +339,16 @@ class _Walker(Runner):
         op = op_of(node, self.walk.gm)
         if node.op == "call_module" and hasattr(self.walk.module(node), "parametrizations"):
             return None  # its weight is computed
-        kinds = op.__mro__ if isinstance(op, type) and issubclass(op, nn.Module) else [op]
+        if isinstance(op, type) and issubclass(op, nn.Module):
+            kinds: Sequence[Any] = op.__mro__
+        else:
+            kinds = [op]
         return next((CHANNEL_RULES[kind] for kind in kinds if kind in CHANNEL_RULES), None)
 
     @staticmethod
     def _fits(labels: Any, value: Any) -> bool:
-        ours, theirs = pytree.tree_leaves(labels), pytree.tree_leaves(value)
+        ours = pytree.tree_leaves(labels)
+        theirs = pytree.tree_leaves(value)
         return len(ours) == len(theirs) and all(
             not isinstance(v, Tensor) or (isinstance(x, Tensor) and x.shape == v.shape)
             for x, v in zip(ours, theirs)

@@ -43,7 +43,8 @@ class _Statistics:
 
     def __init__(self, norm: Any):
         self.count = float(PRIOR)
-        self.mean, self.var = norm.running_mean.double(), norm.running_var.double()
+        self.mean = norm.running_mean.double()
+        self.var = norm.running_var.double()
 
     def __call__(self, norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = (args[0] if args else kwargs["input"]).detach().float()
@@ -51,11 +52,15 @@ class _Statistics:
         if not n:
             return
         alone = isinstance(norm, _InstanceNorm)  # a sample by itself, with or without a batch around it
-        others = [*range(1 - norm._get_no_batch_dim(), 0)] if alone else [0, *range(2, x.dim())]
+        if alone:
+            others = [*range(1 - norm._get_no_batch_dim(), 0)]
+        else:
+            others = [0, *range(2, x.dim())]
         var, mean = (
             v.double().view(-1, norm.num_features).mean(0) for v in torch.var_mean(x, others, correction=0)
         )
-        share, apart = n / (self.count + n), mean - self.mean
+        share = n / (self.count + n)
+        apart = mean - self.mean
         between = 0 if alone else (1 - share) * apart.square()
         self.count += n
         self.mean = self.mean + share * apart

@@ -62,7 +62,8 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
     pairs: list[tuple[_Paused, _Paused]] = []
     fitted = []
     for place in tracked(places, progress, "fitting"):
-        sums, used = None, 0
+        sums = None
+        used = 0
         ends[place.whole_end] -= 1
         for i, call in enumerate(_again(calls, pairs)):
             if i == len(pairs):
@@ -72,7 +73,10 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
                 one.start(call)
                 other.start(call)
             found = _sums(place, one, other, rows, draw, i, wait)
-            sums = found if sums is None or found is None else sums + found
+            if sums is None or found is None:
+                sums = found
+            else:
+                sums = sums + found
             used += one.size() + other.size()
             if used > ROOM or not wait:
                 one.forget()
@@ -112,7 +116,9 @@ def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Itera
 
 # -- what is fitted --------------------------------------------------------------------------------------
 def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
-    once, same, behind = _called_once(small), _called_once(whole), _behind(small)
+    once = _called_once(small)
+    same = _called_once(whole)
+    behind = _behind(small)
     held = Counter(id(p) for _, p in small.named_parameters(remove_duplicate=False))
     alone = {path for path in once if all(held[id(p)] == 1 for p in small.get_submodule(path).parameters())}
     for path, node in once.items():
@@ -126,9 +132,12 @@ def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
         reads, makes = (mask.movedim(axis, 0).flatten(1).any(1) for axis in (1, 0))
         if not bool(reads.any()):
             continue
-        (norm, adds, end), (*there, whole_end) = _end(node, small, alone), _end(same[path], whole, set(same))
+        (norm, adds, end) = _end(node, small, alone)
+        (*there, whole_end) = _end(same[path], whole, set(same))
         if [norm, adds] != there:
-            norm, end, whole_end = "", node, same[path]
+            norm = ""
+            end = node
+            whole_end = same[path]
         layers = Layer(layer, small.get_submodule(norm) if norm else None, reads, makes)
         less = not bool(reads.all()) and int(reads.sum()) * layer.weight[0, 0].numel() <= LARGEST
         yield Place(layers, less, read, node, end, whole_end)
@@ -138,8 +147,13 @@ def _behind(gm: fx.GraphModule) -> set[fx.Node]:
     """Layers that have lost channels, and all that reads something of theirs."""
     found = set[fx.Node]()
     for node in gm.graph.nodes:
-        module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
-        inside = [] if module is None else [m for m in module.modules() if isinstance(m, SparseOpr)]
+        module = None
+        if node.op == "call_module":
+            module = gm.get_submodule(str(node.target))
+        if module is None:
+            inside = []
+        else:
+            inside = [m for m in module.modules() if isinstance(m, SparseOpr)]
         cut = any(not bool(m.mask_of(name).all()) for m in inside for name in m.layer_parameters())
         if cut or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
@@ -156,7 +170,8 @@ def _linear(layer: Any) -> bool:
     """Its weights are read as they are, and its output is a matrix times what it reads."""
     if not isinstance(layer, SparseOpr) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
         return False
-    stored, gate = "weight" in layer._parameters, layer.sparser.gate(layer, "weight")
+    stored = "weight" in layer._parameters
+    gate = layer.sparser.gate(layer, "weight")
     return stored and gate is None and getattr(layer, "groups", 1) == 1
 
 
@@ -165,7 +180,9 @@ def _end(node: fx.Node, gm: fx.GraphModule, once: set[str]) -> tuple[str, bool, 
     norm = ""
     while len(node.users) == 1:
         (user,) = node.users
-        module: Any = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        module: Any = None
+        if user.op == "call_module":
+            module = gm.get_submodule(str(user.target))
         if not norm and _renewable(module) and str(user.target) in once:
             norm = str(user.target)
         elif not isinstance(module, (nn.Identity, _DropoutNd)):
@@ -194,7 +211,10 @@ class _Paused(Runner):
         self.at = 0
 
     def forget(self) -> None:
-        self.at, self.env, self.noted, self.inputs = 0, {}, {}, {}
+        self.at = 0
+        self.env = {}
+        self.noted = {}
+        self.inputs = {}
 
     def start(self, call: Call) -> None:
         self.forget()
@@ -219,7 +239,9 @@ class _Paused(Runner):
     def noted_at(self, node: fx.Node) -> Tensor:
         if node not in self.noted:
             self.until(node, past=True)
-        return self.noted[node] if self.wanted[node] else self.noted.pop(node)
+        if self.wanted[node]:
+            return self.noted[node]
+        return self.noted.pop(node)
 
     def onward(self, node: fx.Node) -> Tensor:
         self.until(node, past=True)
@@ -228,7 +250,9 @@ class _Paused(Runner):
 
     def ahead(self, node: fx.Node) -> Tensor:
         """The value of a node further on, without going there."""
-        at, env, memo = self.at, self.env, dict[int, Any]()
+        at = self.at
+        env = self.env
+        memo = dict[int, Any]()
         self.env = {  # what runs may write into these
             source: value if source.op == "get_attr" else copy.deepcopy(value, memo)
             for source, value in env.items()
@@ -236,7 +260,8 @@ class _Paused(Runner):
         try:
             return self.onward(node)
         finally:
-            self.at, self.env = at, env
+            self.at = at
+            self.env = env
 
     def size(self) -> int:
         values = [v for node, v in self.env.items() if node.op != "get_attr"] + list(self.noted.values())

@@ -38,20 +38,26 @@ def moment(
     Two of them, of every other image: what is fitted to one can be tried on the other.
     per_weight   positions, drawn at random, for every weight of a filter; LEAST or more
     """
-    linear, images = layer.linear, len(y)
+    linear = layer.linear
+    images = len(y)
     if isinstance(linear, nn.Linear):
         x, y = (v.reshape(-1, v.shape[-1]) for v in (x, y))
     else:
-        mode = "constant" if linear.padding_mode == "zeros" else linear.padding_mode
+        if linear.padding_mode == "zeros":
+            mode = "constant"
+        else:
+            mode = linear.padding_mode
         x = F.pad(x, linear._reversed_padding_repeated_twice, mode)
-    places, x = (len(y), *y.shape[2:]), x[:, layer.reads]
+    places = (len(y), *y.shape[2:])
+    x = x[:, layer.reads]
     weights = x.shape[1] * linear.weight[0, 0].numel()
     some = torch.randperm(math.prod(places), generator=draw)[: max(LEAST, math.ceil(per_weight * weights))]
     found = torch.zeros((2, weights + 1, weights + 1 + y.shape[1]), dtype=torch.float64, device=x.device)
     for piece in some.to(x.device).split(max(1, PIECE // weights)):
         at = torch.unravel_index(piece, places)
         half = (at[0] * images // len(y) + batch) % 2
-        a, b = _read(linear, x, at).double(), _at(y, at).double()
+        a = _read(linear, x, at).double()
+        b = _at(y, at).double()
         a = torch.cat([a, torch.ones_like(a[:, :1])], 1)
         for i in range(2):
             found[i] += a[half == i].T @ torch.cat([a, b], 1)[half == i]
@@ -60,7 +66,10 @@ def moment(
 
 def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
     """The same without x: how many positions, and the sum over y."""
-    rows = y if isinstance(layer.linear, nn.Linear) else y.movedim(1, -1)
+    if isinstance(layer.linear, nn.Linear):
+        rows = y
+    else:
+        rows = y.movedim(1, -1)
     rows = rows.reshape(len(rows), -1, rows.shape[-1]).double()
     found = rows.new_zeros(2, 1, 1 + rows.shape[-1])
     for i in range(2):
@@ -98,7 +107,9 @@ def renew(layer: Layer, halves: Tensor) -> bool:
 
     Returns whether weights were changed; without x, or with little data, it is the mean alone or nothing.
     """
-    linear, norm, sums = layer.linear, layer.norm, halves.sum(0)
+    linear = layer.linear
+    norm = layer.norm
+    sums = halves.sum(0)
     n = len(sums) - 1
     if not halves[:, n, n].all() or not sums.isfinite().all():
         return False
@@ -152,7 +163,8 @@ def _solution(sums: Tensor, free: bool, damping: float) -> tuple[Tensor, Tensor]
     n = len(sums) - 1
     mean = sums[n] / sums[n, n] * free  # of x, of the one, of y
     moved = sums[:n] / sums[n, n] - mean[:n, None] * mean
-    spread, joint = moved[:, :n], moved[:, n + 1 :]
+    spread = moved[:, :n]
+    joint = moved[:, n + 1 :]
     scale = torch.maximum(spread.diagonal().mean(), CONSTANT * sums.diagonal()[:n].mean() / sums[n, n])
     damped = spread + damping * scale.clamp_min(1e-30) * torch.eye(n).to(spread)
     matrix = torch.cholesky_solve(joint, torch.linalg.cholesky(damped)).T
@@ -160,7 +172,9 @@ def _solution(sums: Tensor, free: bool, damping: float) -> tuple[Tensor, Tensor]
 
 
 def _set(layer: Layer, sums: Tensor, matrix: Tensor, bias: Tensor, size: float) -> None:
-    linear, norm, n = layer.linear, layer.norm, len(sums) - 1
+    linear = layer.linear
+    norm = layer.norm
+    n = len(sums) - 1
     shape = linear.weight[:, layer.reads].shape
     if norm is None:
         linear.weight[:, layer.reads] = matrix.reshape(shape).to(linear.weight)
@@ -169,7 +183,8 @@ def _set(layer: Layer, sums: Tensor, matrix: Tensor, bias: Tensor, size: float) 
         return
     mean = sums[n, :n] / sums[n, n]
     spread = sums[:n, :n] / sums[n, n] - mean[:, None] * mean
-    center, var = matrix @ mean, (matrix @ spread * matrix).sum(1).clamp_min(0)
+    center = matrix @ mean
+    var = (matrix @ spread * matrix).sum(1).clamp_min(0)
     scale = size / matrix.norm(dim=1).clamp_min(1e-12)
     linear.weight[:, layer.reads] = (matrix * scale[:, None]).reshape(shape).to(linear.weight)
     norm.running_mean.copy_(center * scale + (0 if linear.bias is None else linear.bias))

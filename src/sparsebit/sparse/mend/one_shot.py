@@ -23,7 +23,9 @@ def refit(cut: Cut, oprs: dict[str, Any]) -> None:
         opr, name = owner_of(part.path, oprs)
         if opr is None or name != "weight" or part.produces or part.axis != base.in_axis(opr):
             continue
-        h = opr.moments.matrix() if getattr(opr, "moments", None) is not None else None
+        h = None
+        if getattr(opr, "moments", None) is not None:
+            h = opr.moments.matrix()
         kept = cut.keeps(part.labels)
         if h is None or bool(kept.all()) or not bool(kept.any()) or len(h) != len(kept):
             continue

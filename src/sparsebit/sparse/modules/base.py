@@ -32,7 +32,10 @@ class SparseOpr(nn.Module):
         if org_module is None:
             return
         for name, value in vars(org_module).items():  # the same layer: its parameters, options and hooks
-            self.__dict__[name] = value.copy() if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                self.__dict__[name] = value.copy()
+            else:
+                self.__dict__[name] = value
         for name, p in org_module.named_parameters():
             self.register_buffer(mask_name(name), torch.ones(p.shape, dtype=torch.bool, device=p.device))
         if config is not None:
@@ -88,8 +91,12 @@ class SparseOpr(nn.Module):
         """The parameter as the layer uses it."""
         p = self.get_parameter(name)
         value = p * self.mask_of(name).to(p.dtype)
-        gate = self.sparser.gate(self, name) if self.sparser is not None else None
-        return value if gate is None else value * gate.to(p.dtype)
+        gate = None
+        if self.sparser is not None:
+            gate = self.sparser.gate(self, name)
+        if gate is None:
+            return value
+        return value * gate.to(p.dtype)
 
     @contextmanager
     def using(self, values: dict[str, Tensor]) -> Iterator[None]:

@@ -63,7 +63,8 @@ class _OverLastAxis(_OverKept):
         return self.normalized_shape[-1]
 
     def of_kept(self, input: Tensor) -> Tensor:
-        shape, self.normalized_shape = self.normalized_shape, (input.shape[-1],)
+        shape = self.normalized_shape
+        self.normalized_shape = (input.shape[-1],)
         try:
             return super().of_kept(input)
         finally:

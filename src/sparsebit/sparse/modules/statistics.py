@@ -50,7 +50,8 @@ class Statistic(nn.Module):
 def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
     """Put a module in the place of a call; the node keeps its name."""
     made = Statistic(node.target).train(gm.training).to(device_of(gm))
-    node.op, node.target = "call_module", fresh_name(gm, f"{node.name}_kept")
+    node.op = "call_module"
+    node.target = fresh_name(gm, f"{node.name}_kept")
     gm.add_submodule(node.target, made)
     return made
 

@@ -98,7 +98,9 @@ class Sparser(nn.Module):
         makes   the axis is that of the channels that the layer makes; else it reads them. Both count: a filter that
                 nobody listens to is worth as little as one that says nothing.
         """
-        return per_channel(self.weights(layer, name), axis) if layer.get_parameter(name).dim() > 1 else None
+        if layer.get_parameter(name).dim() > 1:
+            return per_channel(self.weights(layer, name), axis)
+        return None
 
     def see(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """One forward of the layer (NEEDS); with gradients, `output` takes part in the backward that follows."""
@@ -173,7 +175,9 @@ def in_axis(layer: nn.Module) -> int:
 
 def output_axis(layer: nn.Module, output: Tensor) -> int:
     """The axis of the channels in what the layer returns, which has a batch."""
-    return 1 if isinstance(layer, (_ConvNd, _NormBase)) else output.dim() - 1
+    if isinstance(layer, (_ConvNd, _NormBase)):
+        return 1
+    return output.dim() - 1
 
 
 def input_axis(layer: nn.Module, x: Tensor) -> int:
@@ -203,4 +207,6 @@ def per_channel(worth: Tensor, axis: int) -> Tensor:
 
 def magnitude(layer: nn.Module, name: str = "weight") -> Tensor:
     size = layer.get_parameter(name).detach().abs()
-    return size if size.dtype == torch.float64 else size.float()
+    if size.dtype == torch.float64:
+        return size
+    return size.float()

@@ -33,7 +33,8 @@ class FisherSparser(base.Sparser):
 
     def _add(self, layer: Any, output: Tensor, gradient: Tensor) -> None:
         effect = (output * gradient).float().movedim(base.output_axis(layer, output), -1)
-        effect = effect.flatten(1, -2).sum(1) if effect.dim() > 2 else effect
+        if effect.dim() > 2:
+            effect = effect.flatten(1, -2).sum(1)
         self.change = self.change + 0.5 * effect.square().sum(0)
         self.examples += len(effect)
 

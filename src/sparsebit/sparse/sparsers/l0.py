@@ -54,7 +54,9 @@ class L0Sparser(base.Sparser):
         if self.log_alpha is None or (name == "bias" and self.kind == "unstructured"):
             return None
         if name == "bias":
-            return None if self._drawn is None else self._drawn.flatten()
+            if self._drawn is None:
+                return None
+            return self._drawn.flatten()
         if self.training:
             u = torch.rand_like(self.log_alpha).clamp(1e-6, 1 - 1e-6)
             s = torch.sigmoid((torch.logit(u) + self.log_alpha) / BETA)

@@ -20,7 +20,9 @@ class RandomSparser(base.Sparser):
 
     def channels(self, layer: Any, name: str, axis: int, makes: bool) -> Tensor | None:
         p = layer.get_parameter(name)
-        return torch.rand(p.shape[axis], device=p.device) if makes else None
+        if makes:
+            return torch.rand(p.shape[axis], device=p.device)
+        return None
 
 
 Sparser = RandomSparser

@@ -33,9 +33,12 @@ class SparseGPTSparser(base.Sparser):
         self.rows = 0
 
     def see(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x = columns(layer, inputs[0]) if inputs and isinstance(inputs[0], Tensor) else None
+        x = None
+        if inputs and isinstance(inputs[0], Tensor):
+            x = columns(layer, inputs[0])
         if x is not None:
-            self.hessian, self.rows = self.hessian + (x.T @ x).double(), self.rows + len(x)
+            self.hessian = self.hessian + (x.T @ x).double()
+            self.rows = self.rows + len(x)
 
     def skips(self, layer: Any) -> bool:
         return not self.rows
@@ -69,7 +72,8 @@ def columns(layer: Any, x: Tensor) -> Tensor | None:
         return None
     as2d = x if isinstance(layer, nn.Conv2d) else x.unsqueeze(2)
     pair = lambda v, first: v if isinstance(layer, nn.Conv2d) else (first, *v)
-    size, step = pair(layer.kernel_size, 1), pair(layer.stride, 1)
+    size = pair(layer.kernel_size, 1)
+    step = pair(layer.stride, 1)
     patches = F.unfold(as2d, size, pair(layer.dilation, 1), pair(layer.padding, 0), step)
     n, _, places = patches.shape
     by_channel = patches.view(n, layer.in_channels, -1, places)  # (images, channel, kernel position, places)

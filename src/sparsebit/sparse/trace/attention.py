@@ -43,7 +43,10 @@ def attention_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, ke
     total = keys.new_zeros(())
     if attn_mask is not None:
         mask = _added(attn_mask, keys)
-        total = mask.view(keys.shape[0], -1, mask.shape[-2], mask.shape[-1]) if mask.dim() == 3 else mask
+        if mask.dim() == 3:
+            total = mask.view(keys.shape[0], -1, mask.shape[-2], mask.shape[-1])
+        else:
+            total = mask
     if key_padding_mask is not None:
         total = total + _added(key_padding_mask, keys)[..., None, None, :]
     return total
@@ -61,13 +64,19 @@ class OpenAttention(nn.Module):
 
     def __init__(self, source: nn.MultiheadAttention):
         super().__init__()
-        self.head_dim, self.batch_first = int(source.head_dim), source.batch_first
-        self.rate = Rate(source.dropout) if source.dropout else None
+        self.head_dim = int(source.head_dim)
+        self.batch_first = source.batch_first
+        self.rate = None
+        if source.dropout:
+            self.rate = Rate(source.dropout)
         if source._qkv_same_embed_dim:
             weights = _thirds(source.in_proj_weight)
         else:
             weights = [getattr(source, f"{part}_proj_weight") for part in "qkv"]
-        biases = [None] * 3 if source.in_proj_bias is None else _thirds(source.in_proj_bias)
+        if source.in_proj_bias is None:
+            biases = [None] * 3
+        else:
+            biases = _thirds(source.in_proj_bias)
         self.q_proj, self.k_proj, self.v_proj = map(_linear, weights, biases)
         self.out_proj = _linear(source.out_proj.weight, source.out_proj.bias)
 
@@ -89,11 +98,14 @@ class OpenAttention(nn.Module):
             for layer, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
         )
         some = attn_mask is not None or key_padding_mask is not None
-        mask = attention_mask(attn_mask, key_padding_mask, k) if some else None
+        mask = None
+        if some:
+            mask = attention_mask(attn_mask, key_padding_mask, k)
         rate = 0.0 if self.rate is None else self.rate()
         out = F.scaled_dot_product_attention(q, k, v, mask, rate).transpose(-3, -2).flatten(-2)
         out = self.out_proj(out)
-        out = out if self.batch_first else out.transpose(0, 1)
+        if not (self.batch_first):
+            out = out.transpose(0, 1)
         if not need_weights:
             return out, None
         scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
@@ -132,7 +144,8 @@ class _Layer(nn.Module):
         super().__init__()
         for name, part in source.named_children():
             setattr(self, name, part)
-        self.activation, self.norm_first = source.activation, source.norm_first
+        self.activation = source.activation
+        self.norm_first = source.norm_first
 
     def _attend(self, name: str, x: Tensor, memory: Tensor, mask: Any, padding: Any) -> Tensor:
         attention, dropout = (
@@ -189,11 +202,12 @@ class OpenStack(nn.Module):
 
     def __init__(self, source: Any):
         super().__init__()
-        self.layers, self.norm = source.layers, source.norm
-        self.arguments = (
-            ("mask", "src_key_padding_mask", "is_causal")
-            if isinstance(source, nn.TransformerEncoder)
-            else (
+        self.layers = source.layers
+        self.norm = source.norm
+        if isinstance(source, nn.TransformerEncoder):
+            self.arguments: tuple[str, ...] = ("mask", "src_key_padding_mask", "is_causal")
+        else:
+            self.arguments = (
                 "memory",
                 "tgt_mask",
                 "memory_mask",
@@ -202,7 +216,6 @@ class OpenStack(nn.Module):
                 "tgt_is_causal",
                 "memory_is_causal",
             )
-        )
 
     def forward(self, x: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         named = {**dict(zip(self.arguments, args)), **kwargs}
@@ -221,7 +234,8 @@ class OpenTransformer(nn.Module):
 
     def __init__(self, source: nn.Transformer):
         super().__init__()
-        self.encoder, self.decoder = source.encoder, source.decoder
+        self.encoder = source.encoder
+        self.decoder = source.decoder
 
     def forward(
         self,

@@ -40,7 +40,10 @@ def check_model(model: Any) -> None:
 
 def _check_forward(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        if isinstance(model, type):
+            what = f"the class {model.__name__}"
+        else:
+            what = f"a {type(model).__name__}"
         raise SparsebitError(f"model: expected an nn.Module, got {what}; weights alone cannot be pruned")
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         raise SparsebitError(

@@ -68,7 +68,10 @@ class Origins:
     def _link(self, tensor: Tensor) -> Link | None:
         if id(tensor) in self.copies:
             return self.copies[id(tensor)][1]
-        known = None if tensor.is_meta or not tensor.numel() else self.memory.get(_address(tensor))
+        if tensor.is_meta or not tensor.numel():
+            known = None
+        else:
+            known = self.memory.get(_address(tensor))
         if known is None:
             return None
         whole, link = known
@@ -106,7 +109,8 @@ def links_between(gm: nn.Module, model: nn.Module) -> Links:
 
 def connect(gm: nn.Module, model: nn.Module, links: Links) -> None:
     """The graph gets the tensors of the model."""
-    mine, theirs = dict(named_tensors(gm)), dict(named_tensors(model))
+    mine = dict(named_tensors(gm))
+    theirs = dict(named_tensors(model))
     new: dict[int, Tensor] = {}
     for path, link in links.items():
         old = mine[path]
@@ -120,10 +124,12 @@ def connect(gm: nn.Module, model: nn.Module, links: Links) -> None:
 @torch.no_grad()
 def follow(gm: nn.Module, model: nn.Module, links: Links) -> None:
     """The model gets the tensors of the graph, which moved to another device, or was loaded."""
-    mine, theirs = dict(named_tensors(gm)), dict(named_tensors(model))
+    mine = dict(named_tensors(gm))
+    theirs = dict(named_tensors(model))
     new: dict[int, Tensor] = {}
     for path, link in links.items():
-        now, old = mine.get(path), theirs.get(link.path)
+        now = mine.get(path)
+        old = theirs.get(link.path)
         if now is None or old is None:
             continue  # the user has changed one of them since
         if link.part is None:

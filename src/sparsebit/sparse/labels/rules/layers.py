@@ -29,12 +29,14 @@ def _transposed(module: nn.Module) -> bool:
 
 @channel_rule(nn.modules.conv._ConvNd)
 def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     if input.dim() != module.weight.dim():
         return NotImplemented  # without a batch
     if not {*walk.labels.varies(input)} <= {1}:
         walk.fix(input, node, "works along an axis of channels")
-    ins, groups = walk.labels.along(input, 1), module.groups
+    ins = walk.labels.along(input, 1)
+    groups = module.groups
     o, i = (1, 0) if _transposed(module) else (0, 1)
     if groups > 1 and module.in_channels == groups:
         return _depthwise(walk, node, module, ins, o)
@@ -61,7 +63,8 @@ def _grouped(walk: Walk, node: fx.Node, module: Any) -> tuple[Tensor, Tensor]:
 
 def _depthwise(walk: Walk, node: fx.Node, module: Any, ins: Tensor, o: int) -> Tensor:
     """Every input channel has filters of its own, which go with it."""
-    path, times = str(node.target), module.out_channels // module.groups
+    path = str(node.target)
+    times = module.out_channels // module.groups
     outs = ins.repeat_interleave(times)
     walk.slice(f"{path}.weight", 0, ins if o else outs)
     _bias(walk, node, module, outs)
@@ -77,7 +80,8 @@ def _bias(walk: Walk, node: fx.Node, module: Any, labels: Tensor) -> None:
 
 @channel_rule(nn.Linear)
 def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     axes = walk.labels.varies(input)
     if axes and input.dim() - 1 not in axes:  # the channels pass by
         walk.keep(node, "works along another axis than that of the channels")
@@ -97,11 +101,18 @@ def linear_function(
     walk: Walk, node: fx.Node, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
     """With a bias that is computed (`cat` of biases); others are modules by now."""
-    source = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    if len(node.args) > 1:
+        source = node.args[1]
+    else:
+        source = node.kwargs["weight"]
     if not isinstance(source, fx.Node) or walk.of[source] is not None:
         return NotImplemented  # the weight is computed
-    path, known = str(source.target), walk.known(str(source.target), 0)
-    outs = walk.labels.fresh(len(weight)) if known is None else known.labels
+    path = str(source.target)
+    known = walk.known(str(source.target), 0)
+    if known is None:
+        outs = walk.labels.fresh(len(weight))
+    else:
+        outs = known.labels
     walk.slice(path, 0, outs, produces=True)
     walk.slice(path, 1, walk.labels.along(input, -1))
     if bias is not None:
@@ -118,7 +129,8 @@ def reads_weight(node: fx.Node, weight: fx.Node) -> bool:
 
 @channel_rule(nn.Embedding, nn.EmbeddingBag)
 def embedding(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     if module.max_norm is not None:
         return NotImplemented  # rows are scaled by their norm
     walk.slice(f"{path}.weight", 0, torch.zeros(module.num_embeddings, dtype=torch.long))
@@ -133,7 +145,8 @@ def embedding(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: An
 
 @channel_rule(_NormBase)
 def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     if input.dim() < 2:
         return NotImplemented
     if input.shape[1] != module.num_features and module.num_features:
@@ -149,7 +162,8 @@ def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 @channel_rule(nn.LayerNorm, nn.RMSNorm)
 def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     """Cut on the axis it works over: its statistics are then those of the channels that are left."""
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     over = range(input.dim() - len(module.normalized_shape), input.dim())
     if not {*over} & walk.settle_heads(input, over):
         return input
@@ -172,7 +186,8 @@ def _over_kept(walk: Walk, path: str, labels: Tensor) -> None:
 @channel_rule(nn.GroupNorm)
 def group_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     """Whole groups go: the statistics of the others stay what they were. Of one group it is a layer norm."""
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     labels = walk.labels.along(input, 1)
     groups = labels.view(module.num_groups, -1)
     if module.num_groups > 1:

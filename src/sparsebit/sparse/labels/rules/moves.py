@@ -39,7 +39,11 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
         out = walk.module(node)(*args, **kwargs)
     elif node.op == "call_method":
-        name = "reshape" if node.target == "view" else str(node.target)  # labels are not laid out like values
+        # labels are not laid out like values
+        if node.target == "view":
+            name = "reshape"
+        else:
+            name = str(node.target)
         out = getattr(args[0], name)(*args[1:], **kwargs)
     else:
         out = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -52,7 +56,9 @@ def attribute(walk: Walk, node: fx.Node, x: Any, name: str) -> Any:
         return getattr(x, name)
     if isinstance(x, tuple) and name in ("values", "indices"):  # of max, min, ...
         return x[name == "indices"]
-    return thin(getattr(x, name)) if isinstance(x, Tensor) and name in ("mT", "T", "data") else NotImplemented
+    if isinstance(x, Tensor) and name in ("mT", "T", "data"):
+        return thin(getattr(x, name))
+    return NotImplemented
 
 
 @channel_rule(*spelled("cat concat concatenate stack"))
@@ -60,7 +66,10 @@ def cat(walk: Walk, node: fx.Node, tensors: Any, dim: int = 0, **kwargs: Any) ->
     """Tokens put behind tokens have the same channels; channels put behind channels are more of them."""
     out = move(walk, node, tensors, dim, **kwargs)
     axis = kwargs.get("axis", dim) % out.dim()
-    parts = tensors if out.dim() == tensors[0].dim() else [out.narrow(axis, 0, 1)]
+    if out.dim() == tensors[0].dim():
+        parts = tensors
+    else:
+        parts = [out.narrow(axis, 0, 1)]
     if not any(axis in walk.labels.varies(part) for part in parts) and any(map(walk.labels.varies, parts)):
         walk.labels.whole(out, [axis])
     return out
@@ -79,7 +88,8 @@ def getitem(walk: Walk, node: fx.Node, x: Any, index: Any) -> Any:
     if any(isinstance(part, Tensor) and walk.labels.varies(part) for part in pytree.tree_leaves(index)):
         return NotImplemented
     index = fx.map_arg(node.args[1], lambda n: walk.values[n])  # the positions themselves, not their labels
-    axis, parts = 0, index if isinstance(index, tuple) else (index,)
+    axis = 0
+    parts = index if isinstance(index, tuple) else (index,)
     for i, part in enumerate(parts):
         if part is Ellipsis:
             axis = x.dim() - sum(axes_of(p) for p in parts[i + 1 :])
@@ -96,12 +106,17 @@ def axes_of(part: Any) -> int:
     """How many axes of the source one part of an index stands for."""
     if part is None:
         return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+    if isinstance(part, Tensor) and part.dtype == torch.bool:
+        return part.dim()
+    return 1
 
 
 @channel_rule(*spelled("index_select"))
 def index_select(walk: Walk, node: fx.Node, x: Tensor, dim: int, index: Any) -> Any:
-    positions = node.args[2] if len(node.args) > 2 else node.kwargs["index"]
+    if len(node.args) > 2:
+        positions = node.args[2]
+    else:
+        positions = node.kwargs["index"]
     if walk.labels.varies(index) or not isinstance(positions, fx.Node):
         return NotImplemented
     walk.must_not_vary(node, x, dim)
@@ -112,7 +127,8 @@ def index_select(walk: Walk, node: fx.Node, x: Tensor, dim: int, index: Any) -> 
 def shift(walk: Walk, node: fx.Node, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Positions change place by a number that is written down: not along channels."""
     dims = kwargs.get("dims", kwargs.get("dimension", args[-1 if len(args) < 3 else 0] if args else None))
-    dims = [dims] if isinstance(dims, int) else dims
+    if isinstance(dims, int):
+        dims = [dims]
     if dims is None or {d % x.dim() for d in dims} & {*walk.labels.varies(x)}:
         return NotImplemented
     return move(walk, node, x, *args, **kwargs)
@@ -139,7 +155,8 @@ def windows(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any)
     """Every position of a window is a channel of its own, and goes with the channel it is of."""
     if input.dim() != 4:
         return NotImplemented  # without a batch
-    labels, out = walk.labels.along(input, 1), walk.values[node]
+    labels = walk.labels.along(input, 1)
+    out = walk.values[node]
     return walk.spread(node, labels.repeat_interleave(out.shape[1] // len(labels)), 1)
 
 
@@ -158,7 +175,8 @@ def unite(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -
 )
 def pad(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
-        pads, mode = walk.module(node).padding, "constant"
+        pads = walk.module(node).padding
+        mode = "constant"
     else:
         pads = kwargs.get("pad", args[0] if args else None)
         mode = kwargs.get("mode", args[1] if len(args) > 1 else "constant")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,16 +68,24 @@ def unary(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -
 @channel_rule(*spelled("new_zeros new_ones"))
 def filled(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The same number everywhere: in the shape of its source it can be cut like it."""
-    return input if walk.values[node].shape == input.shape else made(walk, node, *node.args[1:], **kwargs)
+    if walk.values[node].shape == input.shape:
+        return input
+    return made(walk, node, *node.args[1:], **kwargs)
 
 
 @channel_rule(torch.zeros, torch.ones)
 def made(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     """The same number everywhere: `torch.zeros(layers, b, 64)` has as many channels as what it meets. Sizes that
     are computed stay what they were."""
-    given: Any = node.args[1:] if node.op == "call_method" else node.args
+    if node.op == "call_method":
+        given: Any = node.args[1:]
+    else:
+        given = node.args
     given = given or (node.kwargs["size"],)
-    sizes = given[0] if isinstance(given[0], (tuple, list)) else given
+    if isinstance(given[0], (tuple, list)):
+        sizes = given[0]
+    else:
+        sizes = given
     value = walk.values[node]
     if not sizes or not isinstance(sizes[-1], int) or not value.is_floating_point() or not value.numel():
         return walk.fixed(value)
@@ -121,7 +130,10 @@ def _met(walk: Walk, node: fx.Node, found: list[Tensor], shape: torch.Size) -> T
 @channel_rule(operator.setitem)
 def setitem(walk: Walk, node: fx.Node, x: Any, index: Any, value: Any) -> Any:
     """What is written goes with what it is written over: readers of `x` read both."""
-    part = getitem(walk, node, x, index) if isinstance(x, Tensor) else NotImplemented
+    if isinstance(x, Tensor):
+        part = getitem(walk, node, x, index)
+    else:
+        part = NotImplemented
     if part is NotImplemented:
         return part
     if isinstance(value, Tensor) and part.numel():
@@ -149,12 +161,12 @@ def inside_channels(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwar
     out = walk.values[node]
     if not isinstance(out, Tensor) or input.dim() < 3:
         return NotImplemented
-    axis = (
-        1
-        if input.dim() == out.dim() and out.shape[0] == input.shape[0] and out.shape[1] == input.shape[1]
-        else None
-    )
-    return NotImplemented if axis is None else walk.spread(node, walk.labels.along(input, axis), axis)
+    axis = None
+    if input.dim() == out.dim() and out.shape[0] == input.shape[0] and out.shape[1] == input.shape[1]:
+        axis = 1
+    if axis is None:
+        return NotImplemented
+    return walk.spread(node, walk.labels.along(input, axis), axis)
 
 
 REDUCE = spelled("mean sum amax amin max min std var std_mean var_mean prod any all logsumexp argmax argmin")
@@ -166,7 +178,9 @@ STATISTICS = {*spelled("mean var std var_mean std_mean amax amin logsumexp"), *P
 
 def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
     """Is it a statistic of some axes, that can be taken over fewer channels? Of `max` the values, not the places."""
-    op = op_of(node, gm) if node.op in ("call_function", "call_method") else None
+    op = None
+    if node.op in ("call_function", "call_method"):
+        op = op_of(node, gm)
     if op not in STATISTICS or not (node.args or "input" in node.kwargs):
         return False
     dims = argument(node, 2 if op in NORMS else 1, "dim", node.kwargs.get("axis"))
@@ -186,7 +200,12 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     if isinstance(dims, Tensor):  # max(x, y)
         return meet(walk, node, input, *args, **kwargs)
-    over = range(input.dim()) if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    if dims is None:
+        over: Sequence[int] = range(input.dim())
+    elif isinstance(dims, int):
+        over = [dims]
+    else:
+        over = list(dims)
     over = [d % input.dim() for d in over]
     varies = walk.settle_heads(input, over)
     if set(over) & varies:
@@ -206,8 +225,13 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     for d in over:
         first = first.narrow(d, 0, 1)
     results = [out] if isinstance(out, Tensor) else list(out)  # values and indices
-    small = first if results[0].dim() == input.dim() else first.squeeze(tuple(over))
-    return small if isinstance(out, Tensor) else (small,) * len(results)
+    if results[0].dim() == input.dim():
+        small = first
+    else:
+        small = first.squeeze(tuple(over))
+    if isinstance(out, Tensor):
+        return small
+    return (small,) * len(results)
 
 
 @channel_rule(*NORMS)
@@ -227,7 +251,10 @@ def norm(
 def over_an_axis(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
         module = walk.module(node)
-        dim = -3 if isinstance(module, nn.Softmax2d) else module.dim
+        if isinstance(module, nn.Softmax2d):
+            dim: Any = -3
+        else:
+            dim = module.dim
     else:
         dim = kwargs.get("dim", args[0] if args else None)
     return _unless_along(walk, input, dim)
@@ -253,7 +280,8 @@ def _unless_along(walk: Walk, input: Tensor, dim: Any) -> Any:
 @channel_rule(F.glu, nn.GLU)
 def glu(walk: Walk, node: fx.Node, input: Tensor, dim: int = -1) -> Any:
     """One half gates the other: both lose the same positions."""
-    dim = walk.module(node).dim if node.op == "call_module" else dim
+    if node.op == "call_module":
+        dim = walk.module(node).dim
     a, b = input.chunk(2, dim)
     walk.labels.join(a, b)
     return a

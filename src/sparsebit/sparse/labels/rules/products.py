@@ -21,14 +21,19 @@ if TYPE_CHECKING:
 def matmul(walk: Walk, node: fx.Node, a: Tensor, b: Tensor) -> Any:
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
-    a, b = a.unsqueeze(-2), b.transpose(-2, -1).unsqueeze(-3)  # rows, columns, what is summed up
+    # rows, columns, what is summed up
+    a = a.unsqueeze(-2)
+    b = b.transpose(-2, -1).unsqueeze(-3)
     return contract(walk, node, a, b, 1)
 
 
 @channel_rule(torch.einsum)
 def einsum(walk: Walk, node: fx.Node, equation: Any, *operands: Any) -> Any:
     """Two operands, every letter once in each."""
-    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        tensors = operands[0]
+    else:
+        tensors = operands
     if not isinstance(equation, str) or "..." in equation or "->" not in equation or len(tensors) != 2:
         return NotImplemented
     left, out = equation.replace(" ", "").split("->")
@@ -41,14 +46,16 @@ def einsum(walk: Walk, node: fx.Node, equation: Any, *operands: Any) -> Any:
     for name, t in zip(names, tensors):
         t = t.permute([name.index(c) for c in order if c in name])
         for i, c in enumerate(order):
-            t = t if c in name else t.unsqueeze(i)
+            if c not in name:
+                t = t.unsqueeze(i)
         wide.append(t)
     return contract(walk, node, wide[0], wide[1], len(summed))
 
 
 def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> Any:
     """Labels of a product of two tensors on the same axes (or 1), of which the last `summed` are summed up."""
-    labels, rank = walk.labels, max(a.dim(), b.dim())
+    labels = walk.labels
+    rank = max(a.dim(), b.dim())
     a, b = (x[(None,) * (rank - x.dim())] for x in (a, b))
     both = {d for d in range(rank - summed) if a.shape[d] > 1 and b.shape[d] > 1}
     a, b = torch.broadcast_tensors(a, b)
@@ -65,14 +72,16 @@ def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> An
         labels.whole(a, list(inner))
         labels.whole(b, list(inner))
     for axis in reversed(inner):
-        a, b = a.select(axis, 0), b.select(axis, 0)
+        a = a.select(axis, 0)
+        b = b.select(axis, 0)
     for x, y in ((a, b), (b, a)):
         heads = ({*labels.varies(x)} & both) - {*labels.varies(y)}
         if heads and {*labels.varies(x)} - heads:
             labels.whole(x, sorted(heads))  # the other keeps all heads: dimensions of them
         elif heads:
             labels.join(x, y)
-    in_a, in_b = {*labels.varies(a)}, {*labels.varies(b)}
+    in_a = {*labels.varies(a)}
+    in_b = {*labels.varies(b)}
     if in_a and in_b:
         if not in_a & in_b:
             return NotImplemented
@@ -98,7 +107,8 @@ def attention(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    labels, qkv = walk.labels, (query, key, value)
+    labels = walk.labels
+    qkv = (query, key, value)
     if any(x.dim() - 2 in labels.varies(x) for x in qkv):
         return NotImplemented  # the axis of tokens
     one = all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv)  # a single head: dimensions of it

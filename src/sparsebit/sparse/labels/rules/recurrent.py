@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @channel_rule(nn.RNNBase)
 def recurrent(walk: Walk, node: fx.Node, input: Any, hx: Any = None) -> Any:
     """A module has one hidden_size: every layer and direction loses the same units."""
-    module, path = walk.module(node), str(node.target)
+    module = walk.module(node)
+    path = str(node.target)
     ins = walk.labels.along(input.data if isinstance(input, PackedSequence) else input, -1)
     hidden = _labels(walk, f"{path}.weight_ih_l0", 0, module.hidden_size)
     out = hidden
@@ -39,11 +40,10 @@ def recurrent(walk: Walk, node: fx.Node, input: Any, hx: Any = None) -> Any:
     state = tuple(last) if isinstance(last, tuple) else (last,)
     ends = tuple(v.expand(t.shape) for v, t in zip((out, hidden), state))
     channels = out.repeat(directions)
-    steps = (
-        packed(walk, values, channels)
-        if isinstance(values, PackedSequence)
-        else channels.expand(values.shape)
-    )
+    if isinstance(values, PackedSequence):
+        steps: Any = packed(walk, values, channels)
+    else:
+        steps = channels.expand(values.shape)
     return steps, ends if isinstance(last, tuple) else ends[0]
 
 
@@ -51,7 +51,9 @@ def _labels(walk: Walk, path: str, axis: int, n: int) -> Tensor:
     known = walk.known(path, axis)
     if known is not None:
         return known.labels[:n]
-    return walk.labels.fresh(n) if n > 1 else torch.zeros(1, dtype=torch.long)
+    if n > 1:
+        return walk.labels.fresh(n)
+    return torch.zeros(1, dtype=torch.long)
 
 
 def _cut(walk: Walk, path: str, kind: str, hidden: Tensor, out: Tensor, ins: Tensor) -> None:

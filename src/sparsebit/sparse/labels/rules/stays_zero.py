@@ -69,7 +69,10 @@ def divisors(gm: fx.GraphModule) -> set[str]:
         sources = node.all_input_nodes
         if node.op == "get_attr":
             path = str(node.target)
-            holds[node] = set() if path.rpartition(".")[0] in layers else {path}
+            if path.rpartition(".")[0] in layers:
+                holds[node] = set()
+            else:
+                holds[node] = {path}
             alone.add(node)
         elif node.op.startswith("call"):
             op = op_of(node, gm)
@@ -85,7 +88,9 @@ def _poles(node: fx.Node, op: Any) -> list[Any]:
     """What an op must not find zero."""
     if op in POWERS:
         power = argument(node, 1, "exponent")
-        return [] if isinstance(power, (int, float)) and power >= 1 else node.all_input_nodes
+        if isinstance(power, (int, float)) and power >= 1:
+            return []
+        return node.all_input_nodes
     if op in DIVISIONS:
         return [argument(node, 1, "other")]
     return node.all_input_nodes if op in POLES else []
@@ -100,7 +105,8 @@ def _is_made(walk: Walk, node: fx.Node) -> bool:
 
 def _has_channels_of(walk: Walk, source: fx.Node, node: fx.Node) -> bool:
     """Is it as long as the result wherever that has channels? What it is spread over besides is as zero as it is."""
-    labels, shape = walk.of[node], _shape(walk, source)
+    labels = walk.of[node]
+    shape = _shape(walk, source)
     if not isinstance(labels, Tensor) or shape == "parts":
         return False
     aligned = (*[1] * (labels.dim() - len(shape)), *shape)
