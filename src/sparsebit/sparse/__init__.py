@@ -1,4 +1,5 @@
-"""Pruning: labels on channels say what goes together, sparsers what matters least, and what goes is really removed."""
+"""Pruning. Labels tell which channels depend on each other, sparsers score them, and the cut removes the
+least important."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Reading a config needs no torch: what does is loaded when it is first used."""
+    """A config is read without torch. The names that need torch are imported when they are first used."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{HOMES[name]}"), name)

@@ -1,7 +1,8 @@
-"""Legacy: state dicts that the original wrote, under the keys that a SparseModel has here.
+"""Legacy: state dicts of the original Sparsebit, with the keys that a SparseModel has here.
 
-The original kept layers by the names of torch.fx (`model.layer1_0.weight`), some in a wrapper (`model.bn.module.bias`).
-It had masks of convolutions and linear layers only. That of a batch norm is the one of the convolution in front of it.
+The original named layers like torch.fx (`model.layer1_0.weight`) and put some into a wrapper
+(`model.bn.module.bias`). It had masks of convolutions and linear layers only. A batch norm takes the mask of
+the convolution in front of it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MASKED_THEN = (nn.Conv2d, nn.Linear)
 
 
 def as_written_here(smodel: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same state, with the keys of `smodel`; what is not known stays, and torch says so."""
+    """The same state with the keys of `smodel`. Unknown keys stay, and torch reports them."""
     own = smodel.state_dict()
     if not isinstance(state, Mapping) or own.keys() == state.keys():
         return state
@@ -66,7 +67,7 @@ def _masks_of_others(smodel: Any, state: Mapping[str, Any]) -> dict[str, Tensor]
 
 
 def _layers_before_norms(smodel: Any) -> dict[str, str]:
-    """Paths: of a batch norm, and of the layer whose output it reads."""
+    """Pairs of paths: a batch norm, and the layer whose output it reads."""
     oprs = smodel.oprs()
     found = {}
     for node in smodel.calls().graph.nodes:

@@ -1,4 +1,5 @@
-"""Plan: which channels a cut keeps, as plain data: printed, saved, and applied to a fresh copy of the same model."""
+"""Plan: the channels that a cut keeps, as plain data. It can be printed, saved and applied to a copy of the
+same model."""
 
 from __future__ import annotations
 
@@ -31,19 +32,19 @@ VERSION = 1
 
 @dataclass
 class Plan:
-    """kept: parameter path -> axis -> the positions that stay; sizes: how many there were."""
+    """kept: parameter path -> axis -> kept positions; sizes: the shapes before the cut."""
 
     kept: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     sizes: dict[str, list[int]] = field(default_factory=dict)
     inputs: list[Any] = field(default_factory=list)  # of the example, to trace again
-    reasons: list[str] = field(default_factory=list)  # why some channels could not be considered
-    makes: dict[str, int] = field(default_factory=dict)  # the axis of what a layer makes
+    reasons: list[str] = field(default_factory=list)  # why some channels could not be removed
+    makes: dict[str, int] = field(default_factory=dict)  # the axis of the channels that a layer makes
     heads: Heads = "whole"
     merged: list[str] = field(
         default_factory=list
-    )  # blocks that went into the next one, before channels went
-    shortened: list[str] = field(default_factory=list)  # branches that a linear layer stands in for
-    as_written: bool | None = None  # the result has the model's own class, or is a graph; None: nobody knows
+    )  # blocks that were merged into the next one, before channels were removed
+    shortened: list[str] = field(default_factory=list)  # branches that a linear layer replaces
+    as_written: bool | None = None  # is the result of the model's class, or a graph? None: unknown
 
     @classmethod
     def of(cls, cut: Cut) -> Plan:
@@ -78,7 +79,7 @@ class Plan:
             raise SparsebitError(f"{path}: is no pruning plan of this version: {error}") from None
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
-        """A copy of `model` cut like this; then weights saved from the pruned model load into it."""
+        """A copy of `model` with the same cut. Weights that were saved from the pruned model load into it."""
         model = unwrapped(model)
         check_model(model)
         if example is None:
@@ -90,7 +91,7 @@ class Plan:
         return small
 
     def _example(self, model: nn.Module) -> inspect.BoundArguments:
-        """A call like the one that the plan was made with."""
+        """A call like the example of the plan."""
         device = device_of(model) or CPU
         args, kwargs = to_device(_rebuild(self.inputs[0]), device)
         signature = inspect.signature(model.forward)
@@ -102,7 +103,7 @@ class Plan:
             ) from None
 
     def dropped(self, walk: Walk) -> Tensor:
-        """The classes of `walk` that are missing in this plan."""
+        """The classes of `walk` that this plan removes."""
         found = []
         have = dict([*walk.gm.named_parameters(remove_duplicate=False), *walk.gm.named_buffers()])
         for path, axes in self.kept.items():
@@ -126,7 +127,7 @@ class Plan:
         return torch.cat([torch.zeros(0, dtype=torch.long), *found]).unique()
 
     def _side(self, path: str, name: str, axis: int) -> str:
-        """What an axis of a weight is to the user; "" for what says the same again."""
+        """The user's word for an axis of a weight; "" for an axis that repeats another one."""
         if name == "weight":
             if self.makes.get(path) == axis:
                 return "out"
@@ -165,8 +166,11 @@ def compact_with_plan(model: nn.Module, cut: Cut, as_written: bool | None = None
 
 
 def _describe(value: Any) -> Any:
-    """As JSON, which has no tensors and tuples. Of floats only shape and type are kept; of others, token ids or
-    lengths, also the values, packed: what a model does may depend on them."""
+    """The value as JSON, which has no tensors and tuples.
+
+    Of float tensors only shape and type are stored. Token ids and lengths are stored whole, because the
+    forward may depend on them.
+    """
     if isinstance(value, Tensor):
         note = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         if not value.is_floating_point() and value.numel():
@@ -205,6 +209,6 @@ def _rebuild(note: Any) -> Any:
         return PackedSequence(*map(_rebuild, note["packed sequence of"]))
     if set(note) == {"no JSON"}:
         raise SparsebitError(
-            f"the plan cannot hold {note['no JSON']}, which was in the example; say apply(model, example)"
+            f"the plan cannot hold {note['no JSON']}, which was in the example; call apply(model, example)"
         )
     return {k: _rebuild(v) for k, v in note.items()}

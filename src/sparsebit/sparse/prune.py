@@ -1,4 +1,5 @@
-"""Walk a model, cut it, and give back an ordinary one; `sparsebit.prune` is SparseModel in one call."""
+"""prune(): SparseModel in one call. It checks the arguments, chooses channels, cuts them, and returns an
+ordinary module."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ log = logging.getLogger("sparsebit")
 def _of_smaller(
     budget: dict[str, float], model: nn.Module, small: nn.Module, example: Any
 ) -> dict[str, float]:
-    """The budget, a share of what `model` costs, as one of what `small` costs."""
+    """Turn the budget, a share of the costs of `model`, into a share of the costs of `small`."""
     for name, share in budget.items() if small is not model else ():
         cost = EXACT[name](walk_of(model, example))
         budget = {name: min(1.0, share * cost(model) / cost(small))}
@@ -33,28 +34,28 @@ def _of_smaller(
 
 
 def _how_much(ratio: Any, budgets: dict[str, Any]) -> dict[str, float]:
-    """The budget that was given, if any."""
+    """The given budget, if any."""
     given = {name: value for name, value in budgets.items() if value is not None}
     asked = {**given, **({} if ratio is None else {"ratio": ratio})}
     for name, value in asked.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise ConfigError(f"{name}: expected a number such as 0.5, got {value!r}")
     if len(asked) > 1:
-        raise ConfigError("prune: say how much with one of ratio, macs, params and latency")
+        raise ConfigError("prune: give only one of ratio, macs, params and latency")
     if ratio is not None and not 0 <= ratio < 1:
         raise ConfigError(f"ratio: must be at least 0 and below 1, got {ratio}")
     return given
 
 
 def _settings(config: Any, said: dict[str, Any], budget: bool) -> SparseConfig:
-    """The config, and what was said beside it; half of the channels go if nothing was."""
+    """The config with the options that were given beside it; by default half of the channels are removed."""
     cfg = SparseConfig.load({"SPARSER": {"RATIO": 0.5}} if config is None else config)
     if "RATIO" in said and cfg.sparser.pattern:
         raise ConfigError(
-            f"ratio: PATTERN {cfg.sparser.pattern} of the config says how much goes; leave out one"
+            f"ratio: PATTERN {cfg.sparser.pattern} of the config decides how much is removed; leave out one"
         )
     if budget and not cfg.sparser.ratio and not cfg.sparser.specific:
-        said = {**said, "RATIO": 0.5}  # the budget says how much: what counts is that it is above zero
+        said = {**said, "RATIO": 0.5}  # the budget decides; the ratio only has to be above zero
     return cfg.override(*(item for key, value in said.items() for item in (f"SPARSER.{key}", value)))
 
 
@@ -100,12 +101,13 @@ def prune(
     if batches is not None and smodel.cfg.sparser.refit:
         if isinstance(batches, Iterator):
             log.warning(
-                "batches: is a generator and used up, so layers are not refit; pass a list or a loader"
+                "batches: is a generator and empty now, so layers are not refit; pass a list or a loader"
             )
         else:
             smodel.tune_batchnorm(batches, progress)
             if cfg.sparser.type == "structured":
                 smodel.refit(batches, whole, progress)
     small = smodel.compact()
-    vars(getattr(small, "pruning_plan", Plan())).update(done)  # single weights have none
+    # a model with single weights pruned has no plan
+    vars(getattr(small, "pruning_plan", Plan())).update(done)
     return small

@@ -18,7 +18,7 @@ SHAPES = {"cubic": lambda t: 1 - (1 - t) ** 3, "linear": lambda t: t, "one-shot"
 
 
 class Schedule:
-    """From `start` on, for `steps` calls of step(), masks are made anew `every` so many; the ratios are the model's."""
+    """From step `start` on, for `steps` calls of step(), the masks are computed anew every `every` calls."""
 
     def __init__(self, smodel: Any, steps: int, every: int = 1, start: int = 0, shape: str = "cubic"):
         if shape not in SHAPES:
@@ -36,14 +36,14 @@ class Schedule:
 
     @property
     def share(self) -> float:
-        """Of the ratios, how much is due now."""
+        """The part of the ratios that is due now."""
         done = (self.count - self.start) / self.steps
         if done <= 0:
             return 0.0
         return float(SHAPES[self.shape](min(done, 1.0)))
 
     def step(self) -> None:
-        """After every optimizer step, or epoch: the unit is yours."""
+        """Call it after every optimizer step, or every epoch: the unit is free."""
         self.count += 1
         done = self.count - self.start
         due = done % self.every == 0 or done == self.steps
@@ -56,5 +56,5 @@ class Schedule:
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was saved; the masks are in the model's own state."""
+        """Continue from `state`. The masks are in the state of the model."""
         self.count = state["count"]

@@ -20,12 +20,12 @@ __all__ = ["SparseConfig", "SparserConfig", "parse_sconfig", "resolve", "unmatch
 Kind = Literal["structured", "unstructured"]
 Heads = Literal["whole", "dimension"]
 PATTERN = r"^[1-9][0-9]*:[1-9][0-9]*$"
-OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options that no layer can have alone
-OLD_NAMES = {"structed": "structured", "unstructed": "unstructured", "l0norm": "l0"}  # the original's
+OF_ALL = ("type", "scope", "round_to", "heads", "refit")  # options for the whole model only
+OLD_NAMES = {"structed": "structured", "unstructed": "unstructured", "l0norm": "l0"}  # names of the original
 
 
 class Spelling(str):
-    """The name of today, which also equals the original's: plug-ins of then ask `TYPE == "structed"`."""
+    """A current name that also equals the original's name: old plug-ins ask `TYPE == "structed"`."""
 
     def __eq__(self, other: object) -> bool:
         return str(self) == (OLD_NAMES.get(other, other) if isinstance(other, str) else other)
@@ -37,7 +37,7 @@ class Spelling(str):
 
 
 def _today(value: Any, known: Registry[Any]) -> Any:
-    """The name that a kind or a strategy has here; that of a plug-in stays."""
+    """The current name of a kind or a strategy; names of plug-ins do not change."""
     if not isinstance(value, str):
         return value
     name = fold(value)
@@ -84,7 +84,7 @@ class SparserConfig(PluginConfig):
 
     @classmethod
     def prepare(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """The original's notes have the values of TYPE and STRATEGY the other way round: take both orders."""
+        """The notes of the original swap the values of TYPE and STRATEGY; both orders are accepted."""
         kind, strategy = (
             _today(value, cls.registry())
             for value in (options.pop("type", None), options.pop("strategy", None))
@@ -104,7 +104,7 @@ class SparserConfig(PluginConfig):
     @field_validator("pattern", mode="before")
     @classmethod
     def _read_pattern(cls, value: Any) -> Any:
-        """YAML reads 2:4 without quotes as minutes and seconds: 124."""
+        """Undo YAML, which reads 2:4 without quotes as minutes and seconds: 124."""
         if type(value) is int and value >= 60:
             value = f"{value // 60}:{value % 60}"
         if value is not None and not (isinstance(value, str) and re.match(PATTERN, value)):
@@ -113,7 +113,7 @@ class SparserConfig(PluginConfig):
 
     @model_validator(mode="after")
     def _check_specific(self) -> SparserConfig:
-        for _ in variants(self):  # a typo in a pattern's overrides shows up when the file is read
+        for _ in variants(self):  # finds a typo in the overrides of SPECIFIC when the file is read
             pass
         return self
 
@@ -133,18 +133,18 @@ class SparserConfig(PluginConfig):
             raise ConfigError(f"PATTERN: {self.pattern} would keep {n} of {m}; write {m}:{n}?")
 
     def _verify_specific(self) -> None:
-        """Overrides that would have no effect."""
+        """Refuse overrides that would have no effect."""
         rules = [dict(zip(pairs[::2], pairs[1::2])) for rule in self.specific for pairs in rule.values()]
         has_pattern = any([self.pattern, *(rule.get("PATTERN") for rule in rules)])
         for (where, alone), rule in zip(variants(self), rules):
             for option in OF_ALL:
                 if getattr(alone, option) != getattr(self, option):
                     raise ConfigError(
-                        f"{where}: {option.upper()} is of the whole model; write it above SPECIFIC"
+                        f"{where}: {option.upper()} belongs to the whole model; write it above SPECIFIC"
                     )
             if "RATIO" in rule and rule.get("PATTERN", has_pattern):
                 raise ConfigError(
-                    f"{where}: where there is a PATTERN, that says how much goes, not RATIO; "
+                    f"{where}: RATIO has no effect beside PATTERN;  "
                     f"write [PATTERN, null, RATIO, ...], and RATIO 0 for a layer that stays whole"
                 )
 
@@ -158,12 +158,13 @@ class SparseConfig(Config):
     sparser: SparserConfig = Field(default_factory=SparserConfig)
 
     def verify(self) -> None:
-        """Here, and not in the section: there, RATIO of all layers stands beside PATTERN of one."""
+        """Overrides are checked here and not in the section: there, RATIO of all layers may stand beside
+        PATTERN of one layer."""
         ratio = self.sparser.ratio
         pattern = self.sparser.pattern
         if pattern and ratio and not math.isclose(ratio, 1 - Fraction(pattern.replace(":", "/"))):
             raise ConfigError(
-                f"SPARSER.RATIO: is {ratio}, but PATTERN {pattern} says how much goes; leave out one"
+                f"SPARSER.RATIO: is {ratio}, but PATTERN {pattern} decides how much is removed; leave out one"
             )
 
 
@@ -173,7 +174,7 @@ def parse_sconfig(cfg_file: Any) -> SparseConfig:
 
 
 def __getattr__(name: str) -> Any:
-    """`_C`, the default config, is made on first use: choosing a device loads torch."""
+    """`_C`, the default config, is made on first use: the choice of a device loads torch."""
     if name != "_C":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals().setdefault("_C", SparseConfig())

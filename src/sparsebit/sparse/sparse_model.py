@@ -1,13 +1,12 @@
-"""SparseModel: a model with masks. Choose what goes, train on, then `compact()` removes it for real.
+"""SparseModel: a model with masks. Choose channels or weights, train, and remove them with `compact()`.
 
     smodel = SparseModel(model, config, example)
-    smodel.calibrate(batches, loss)      # where the sparser wants data
+    smodel.calibrate(batches, loss)      # if the sparser needs data
     smodel.calc_params()                 # masks
     small = smodel.compact()             # an ordinary, smaller module
 
-The graph of the model exists twice: `model`, which runs, with masked layers; and a plain one, which labels are found on
-and which is cut. Masks are the only record of what goes. The parameters are those of the user's model
-(trace/sharing.py).
+There are two graphs. `model` runs and has masked layers. A plain graph has the labels and is cut. The masks
+are the only record of the removed positions. The parameters are those of the user's model (trace/sharing.py).
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ log = logging.getLogger("sparsebit")
 
 
 class SparseModel(nn.Module):
-    """`model` with masks, over the parameters and buffers of `model` itself: who trains one trains the other.
+    """`model` with masks, over the same parameters: training one trains the other.
 
-    model    an nn.Module. It follows what you do with the SparseModel: training, load_state_dict(), to(device). Its
-             own forward has no masks. Where Sparsebit sets weights (refit, tune_batchnorm, sparsegpt), both part.
+    model    an nn.Module. It follows the SparseModel: training, load_state_dict(), to(device). Its own forward has no
+             masks.             When Sparsebit sets weights (refit, tune_batchnorm, sparsegpt), the two get separate parameters.
     config   a SparseConfig, a YAML path or a mapping.
     example  a tensor, a tuple of arguments or a mapping; without one, the first forward shows the shapes.
-    share    False: work on a copy, and leave `model` as it is, as sparsebit.prune does.
+    share    False: work on a copy and never change `model`, like sparsebit.prune.
 
-    The constructor is its steps, in this order: _trace, _run_simplifiers, _convert2sparsemodule, _build_sparser. A
+    The constructor runs these steps: _trace, _run_simplifiers, _convert2sparsemodule, _build_sparser. A
     subclass may replace each of them; they read and write `self.model`.
     """
 
@@ -84,7 +83,7 @@ class SparseModel(nn.Module):
             self.example = call_of(example, model)
         model = unwrapped(model)
         self._hidden: dict[str, Any] = {"source": model, "given": model, "walk": None, "links": {}}
-        self._waiting: dict[str, Any] | None = None  # a calc_params() that has to see an input first
+        self._waiting: dict[str, Any] | None = None  # a calc_params() that needs to see an input first
         self._shown = False
         self.model = self._trace(model)
         origins = sharing.Origins(self.model, model)
@@ -101,7 +100,7 @@ class SparseModel(nn.Module):
 
     # -- the steps of the constructor ----------------------------------------------------------------
     def _trace(self, model: nn.Module) -> fx.GraphModule:
-        """The graph of the model: a single node, where calls may give inputs that nothing shows."""
+        """The graph of the model; a single node if calls may use inputs that the trace would leave out."""
         why = "nothing shows which of its optional inputs are used; give an example"
         if self.example is None and first_is_optional(model):
             self._hidden["unshown"] = True
@@ -117,15 +116,16 @@ class SparseModel(nn.Module):
         self.model = simplified(self.model, self.example)
 
     def _convert2sparsemodule(self) -> None:
-        """Layers become masked ones, over the same parameters."""
+        """Replace layers by masked ones over the same parameters."""
         masks.put_masks(self.model)
 
     def _build_sparser(self) -> None:
-        """Every masked layer gets its sparser."""
+        """Give every masked layer its sparser."""
         masks.build_sparsers(self.model, self.cfg)
 
     def _finish_plain(self, origins: sharing.Origins | None) -> None:
-        """Keep the graph, and go on with a copy of it. With `origins`, both have the tensors of the user's model."""
+        """Keep the graph, and continue with a copy of it. With `origins`, both use the tensors of the user's
+        model."""
         plain = guarded(self.model)
         source = self._hidden["source"]
         self._hidden.setdefault("plain", plain)
@@ -134,14 +134,14 @@ class SparseModel(nn.Module):
         else:
             if (
                 self.cfg.sparser.type == "structured"
-            ):  # refit() compares with it, and training changes the other
+            ):  # refit() compares with this copy, because training changes the model
                 self._hidden["given"] = own_copy(source)
             sharing.share(plain, source, origins)
         self.model = sharing.copy_over_same(plain)
 
     # -- the parameters that it shares ---------------------------------------------------------------
     def _apply(self, fn: Any, recurse: bool = True) -> SparseModel:
-        """`.to(device)` and its like: buffers are new tensors then, and the user's model gets them too."""
+        """`.to(device)` and the like make new tensors; the user's model gets them too."""
         super()._apply(fn, recurse)
         sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
         return self
@@ -149,13 +149,13 @@ class SparseModel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """State dicts of the original load too: `model.layer1_0.weight`, `model.bn1.module.weight`."""
+        """State dicts of the original are accepted: `model.layer1_0.weight`, `model.bn1.module.weight`."""
         found = super().load_state_dict(as_written_here(self, state_dict), strict, assign)
         sharing.follow(self.model, self._hidden["source"], self._hidden["links"])
         return found
 
     def _part(self, what: str) -> None:
-        """Before Sparsebit sets weights: the user's model keeps those that it has."""
+        """Separate the parameters before Sparsebit sets weights: the user's model keeps its own."""
         if self._hidden["links"]:
             sharing.part(self._hidden["source"], self._hidden["links"], what)
             self._hidden["links"] = {}
@@ -166,12 +166,12 @@ class SparseModel(nn.Module):
         return masks.oprs_of(self.model)
 
     def set_ratio(self, ratio: float) -> None:
-        """The same share for every layer; single ones: `smodel.model.conv1.sparser.set_ratio(0.3)`."""
+        """Set one ratio for every layer; for a single one use `smodel.model.conv1.sparser.set_ratio(0.3)`."""
         for opr in self.oprs().values():
             opr.sparser.set_ratio(ratio)
 
     def disable_sparse_before_add(self) -> None:
-        """Layers on the way to an addition keep all of their output: those up to the last convolution before it."""
+        """Keep the whole output of layers in front of an addition, up to the last convolution before it."""
         oprs = self.oprs()
         gm = self.calls()
         if "" in gm.meta.get("islands", {}):
@@ -180,7 +180,7 @@ class SparseModel(nn.Module):
             oprs[path].sparser.set_ratio(0.0)
 
     def calls(self) -> fx.GraphModule:
-        """The graph that shows which layer reads what of which: also of a model that runs as a single node."""
+        """The graph with the calls of all layers, also if the model runs as a single node."""
         plain: fx.GraphModule = self._hidden["plain"]
         if self._hidden.get("unshown"):
             return plain
@@ -188,16 +188,16 @@ class SparseModel(nn.Module):
 
     # -- data ----------------------------------------------------------------------------------------
     def prepare_calibration(self) -> None:
-        """Kept for old scripts: calibrate() does all there is to do."""
+        """Kept for old scripts: calibrate() does everything."""
 
     def calibrate(self, batches: Any, loss: Any = None, progress: bool | None = None) -> SparseModel:
-        """Show batches to the sparsers that want some; see choose/calibrate.py for what `loss(output, target)` gets."""
+        """Show batches to the sparsers that need data; choose/calibrate.py describes `loss(output, target)`."""
         show(self, self.oprs(), batches, loss, progress)
         self._shown = True
         return self
 
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
-        """Re-estimate the statistics of batch norms for the masked model; needs no labels."""
+        """Estimate the statistics of batch norms anew for the masked model; needs no targets."""
         self._part("tune_batchnorm")
         calls = Batches(self, batches, progress, "pruning", once=True)
         with calls.named():
@@ -205,12 +205,13 @@ class SparseModel(nn.Module):
         return self
 
     def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
-        """Layers that read less than before come as close to `whole`, the model as it was given, as they can.
+        """Fit the layers that read less than before to the outputs of `whole`, by default the model as it was
+        given.
 
-        Needs no labels; after calc_params(). What it does: mend/layerwise.py.
+        Call it after calc_params(). It needs no targets; mend/layerwise.py explains the method.
         """
         if self.cfg.sparser.type == "unstructured":
-            raise ConfigError("refit: is for channels that go; TYPE is unstructured")
+            raise ConfigError("refit: needs whole channels to be pruned; TYPE is unstructured")
         if self.example is None:
             raise ConfigError("refit: needs an example input first: SparseModel(model, config, example)")
         if whole is None:
@@ -226,7 +227,7 @@ class SparseModel(nn.Module):
         return self
 
     def penalty(self) -> Tensor:
-        """What sparsers that learn (slimming, l0) add to the training loss."""
+        """The term that sparsers which learn (slimming, l0) add to the training loss."""
         terms = [opr.sparser.penalty(opr) for opr in self.oprs().values()]
         found = [term for term in terms if term is not None]
         if found:
@@ -239,10 +240,10 @@ class SparseModel(nn.Module):
         if self._waiting is not None:
             waiting = self._waiting
             self._waiting = None
-            SparseModel.calc_params(self, **waiting)  # a subclass may have another one
+            SparseModel.calc_params(self, **waiting)  # a subclass may define another calc_params()
         return self.model(*args, **kwargs)
 
-    # -- what goes -----------------------------------------------------------------------------------
+    # -- masks -------------------------------------------------------------------------------------
     @torch.no_grad()
     def calc_params(
         self,
@@ -254,12 +255,13 @@ class SparseModel(nn.Module):
         latency: float | None = None,
         progress: bool | None = False,
     ) -> None:
-        """Set the masks: every layer loses its sparser's ratio, or all what a budget asks for.
+        """Set the masks: every layer loses the ratio of its sparser, or all layers lose what a budget
+        requires.
 
-        share    of the ratios; a schedule raises it from 0 to 1.
-        macs, params, latency   what is left of the whole model, as a share.
-        progress show a bar while a budget is searched for; None: only on a terminal.
-        Structured pruning must see shapes: with no example so far, the masks come with the next forward.
+        share    the part of the ratios that is due; a schedule raises it from 0 to 1.
+        macs, params, latency   the share of the whole model that may remain.
+        progress show a bar during the search for a budget; None: only on a terminal.
+        Structured pruning needs shapes: without an example, the masks come with the next forward.
         """
         wants = next((o.sparser.NEEDS for o in self.oprs().values() if o.sparser.NEEDS), "")
         if wants and not self._shown:
@@ -275,11 +277,11 @@ class SparseModel(nn.Module):
         }
         if budget and share != 1.0:
             raise ConfigError(
-                f"share: is of the ratios, and {next(iter(budget))} says how much goes; leave out one"
+                f"share: scales the ratios, and {next(iter(budget))} is a budget; leave out one"
             )
         if self.cfg.sparser.type == "unstructured":
             if budget:
-                raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; say RATIO")
+                raise ConfigError(f"{next(iter(budget))}: a budget needs TYPE: structured; set RATIO instead")
             if any(type(opr.sparser).solve is not Sparser.solve for opr in self.oprs().values()):
                 self._part(self.cfg.sparser.strategy)
             self.reset_masks()
@@ -294,8 +296,8 @@ class SparseModel(nn.Module):
         oprs = self.oprs()
         section = self.cfg.sparser
         walk = self.walk()
-        told = ask_layers(self.calls(), oprs, share)
-        cut = choose_channels(self.model, walk, section, told, share, budget, progress)
+        decided = ask_layers(self.calls(), oprs, share)
+        cut = choose_channels(self.model, walk, section, decided, share, budget, progress)
         if section.refit and any(opr.moments is not None for opr in oprs.values()):
             self._part("REFIT")
             refit(cut, oprs)
@@ -303,12 +305,12 @@ class SparseModel(nn.Module):
         ask_layers(self.calls(), oprs, share, norms=True)
 
     def reset_masks(self) -> None:
-        """Nothing goes."""
+        """Remove all masks."""
         masks.reset_masks(self.model)
 
     # -- results -------------------------------------------------------------------------------------
     def walk(self) -> Walk:
-        """The labelled plain graph, with the weights of now."""
+        """The labels of the plain graph, with the current weights."""
         if self.example is None:
             raise ConfigError(
                 "SparseModel: needs an example input first: SparseModel(model, config, example)"
@@ -326,16 +328,16 @@ class SparseModel(nn.Module):
         return found
 
     def cut(self) -> Cut:
-        """What the masks say."""
+        """The cut that the masks describe."""
         return masks.cut_by_masks(self.model, self.walk())
 
     @property
     def plan(self) -> Plan:
-        """Which channels stay, layer by layer: print it, save it, apply it to a fresh model."""
+        """The kept channels, layer by layer: print it, save it, apply it to a fresh model."""
         return Plan.of(self.cut())
 
     def compact(self) -> nn.Module:
-        """An ordinary module without what the masks say: smaller if structured, else with zeros."""
+        """An ordinary module: smaller if TYPE is structured, otherwise with zeros."""
         own = masks.baked(self.model, self._hidden["source"], self._hidden["plain"], self.cfg.sparser.type)
         set_training(own, {inside_of_whole(path): flag for path, flag in training_flags(self.model).items()})
         if all(
@@ -347,7 +349,7 @@ class SparseModel(nn.Module):
         return compact_with_plan(own, self.cut())
 
     def sparsity(self) -> dict[str, float]:
-        """The share of weights that is masked, by layer."""
+        """The share of masked weights of each layer."""
         return {
             f"{path}.{name}".removesuffix(".weight"): float((opr.mask_of(name) == 0).float().mean())
             for path, opr in self.oprs().items()
@@ -367,7 +369,7 @@ class SparseModel(nn.Module):
         extra_info: bool = False,
         **options: Any,
     ) -> Any:
-        """Write the compact model, run the file, and compare; `extra_info` has no meaning here."""
+        """Write the compact model to a file, run the file, and compare; `extra_info` has no effect here."""
         from sparsebit.export.export_module import export_module
 
         if self.example is None:
@@ -387,7 +389,7 @@ class SparseModel(nn.Module):
 
     # -- inner parts ---------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
-        """Labels are keyed by nodes, and nodes of a copy are others: found again when they are needed."""
+        """Labels use nodes as keys, and a copy has other nodes, so the walk is made again when needed."""
         return {**self.__dict__, "_hidden": {**self._hidden, "walk": None}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Zeros that last: masks of single weights in a model that knows nothing of them, such as a QuantModel in training."""
+"""Zeros that last: masks of single weights in a model without masks, such as a QuantModel in training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Zeros:
-    """What keep_zeros() switched on; `remove()` lets the weights move again."""
+    """The handle of keep_zeros(); `remove()` lets the weights change again."""
 
     def __init__(self, handles: list[Any], masks: dict[str, Tensor]):
         self._handles = handles
@@ -20,11 +20,10 @@ class Zeros:
 
 
 def keep_zeros(model: nn.Module) -> Zeros:
-    """Weights that are zero now get no gradient, so any optimizer that starts fresh leaves them at zero.
+    """Weights that are zero now get no gradient, so an optimizer that starts fresh leaves them at zero.
 
-    small = smodel.compact()                 # 2:4, or any other mask
-    qmodel = QuantModel(small, config) ...   # calibrate, init_QAT
-    keep_zeros(qmodel)                       # then train
+    small = smodel.compact()                 # 2:4, or any other mask qmodel = QuantModel(small, config) ...
+    # calibrate, init_QAT keep_zeros(qmodel)                       # then train
     """
     handles = []
     masks = {}
@@ -37,9 +36,10 @@ def keep_zeros(model: nn.Module) -> Zeros:
 
 
 def semi_structured(model: nn.Module) -> list[str]:
-    """Store 2:4 weights of Linear layers in torch's compressed form, in place; returns which.
+    """Store 2:4 weights of Linear layers in torch's compressed form, in place; returns their names.
 
-    Sparse tensor cores multiply these up to twice as fast: half or bfloat16 on CUDA, sizes in multiples of 64.
+    Sparse tensor cores multiply these up to twice as fast: half or bfloat16 on CUDA, sizes in multiples of
+    64.
     """
     from torch.sparse import to_sparse_semi_structured
 
@@ -55,7 +55,7 @@ def semi_structured(model: nn.Module) -> list[str]:
         if weight.device.type != "cuda":
             raise SparsebitError(
                 f"{name}: 2:4 weights run compressed on CUDA devices with sparse tensor cores, not on {weight.device}; "
-                f"move the model there first, or leave the zeros as they are"
+                f"move the model there first, or keep the zeros in dense form"
             )
         module.weight = nn.Parameter(to_sparse_semi_structured(weight.detach()), requires_grad=False)
         found.append(name)

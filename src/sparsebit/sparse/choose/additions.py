@@ -1,4 +1,4 @@
-"""Which layers are on the way to an addition: up to the last convolution before it, through everything in between."""
+"""The layers whose output reaches an addition before another convolution reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsebit.graph.ops import ADDS, op_of
 
 
 def layers_before_additions(gm: fx.GraphModule, oprs: dict[str, Any]) -> set[str]:
-    """Paths of masked layers. Every call is looked at once, however many additions there are."""
+    """Paths of masked layers. Every call is visited once, however many additions there are."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     todo = [source for node in calls if op_of(node, gm) in ADDS for source in node.all_input_nodes]
     seen = set[fx.Node]()
@@ -27,13 +27,13 @@ def layers_before_additions(gm: fx.GraphModule, oprs: dict[str, Any]) -> set[str
         if path:
             found |= {
                 name for name in oprs if name == path or name.startswith(f"{path}.")
-            }  # a part not traced
+            }  # a part that is not traced
         if not _is_convolution(oprs.get(path)):
             todo += node.all_input_nodes
     return found
 
 
 def _is_convolution(opr: Any) -> bool:
-    """Also one of the user's own, which has its weight and nothing else of torch's class."""
+    """A subclass by the user counts too if it has the weight of a convolution."""
     weight = getattr(opr, "weight", None)
     return isinstance(opr, _ConvNd) or (weight is not None and weight.dim() > 2)

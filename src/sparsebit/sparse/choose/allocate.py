@@ -1,4 +1,5 @@
-"""How much goes where: a share of every layer, of all together, or what a budget asks for."""
+"""How many channels each layer loses: a share of every layer, a share of all together, or what a budget
+requires."""
 
 from __future__ import annotations
 
@@ -21,20 +22,21 @@ log = logging.getLogger("sparsebit")
 AUTO, MULTIPLE = (
     0,
     8,
-)  # round_to 0: multiples of 8, which kernels want, in layers that have room for two of them
+)  # round_to 0: multiples of 8, which kernels prefer, in layers with room for two of them
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
 _KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
-OFF, FEW_LEFT = 0.1, 0.9  # of a measured budget: how much it may be missed by, and the ratio that is too much
-ROOM, FILLS = 0.01, 32  # a budget that is met to a hundredth is met; ratios tried to fill it
+OFF, FEW_LEFT = 0.1, 0.9  # how far a measured budget may be missed; the ratio from which a warning is due
+ROOM, FILLS = 0.01, 32  # a budget counts as met within a hundredth; how many ratios are tried to fill it
 
 
 def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
-    """The classes of least score go: the same share of every dimension, or a share per class; one stays everywhere.
+    """The classes with the lowest scores, by dimension; one class of every dimension is kept.
 
-    With `round_to` every dimension that loses something keeps the nearest multiple of so many channels: all, where it
-    has fewer, and none, where that is nearest and the layers have others. 0 (AUTO): a multiple of 8 where it has at
-    least 16.
+    ratio     the same share of every dimension, or one share per class.
+    round_to  a dimension that loses something keeps the nearest multiple of so many channels. It keeps all if it has
+              fewer, and none if that is nearest and its layers have other dimensions. 0 (AUTO): a multiple of 8 if it
+              has at least 16.
     """
     found = [torch.zeros(0, dtype=torch.long)]
     shares = _shares(walk, ratio, round_to)
@@ -46,7 +48,8 @@ def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1
 
 
 def together(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:
-    """The classes of least score go, of all dimensions in one ranking; with shares per class, one for each share."""
+    """The classes with the lowest scores in one ranking of all dimensions. Each share has a ranking for its
+    classes."""
     found = [torch.zeros(0, dtype=torch.long)]
     shares = _shares(walk, ratio, round_to)
     steps = _steps(walk, round_to)
@@ -69,7 +72,8 @@ def _worst(classes: Tensor, scores: Tensor, keep: int, step: int, may_vanish: bo
 
 
 def _steps(walk: Walk, round_to: int) -> list[int]:
-    """Of each dimension: so many classes make a multiple of `round_to` channels in every layer that has them."""
+    """For each dimension, how many classes make a multiple of `round_to` channels in every layer that has
+    them."""
     known = _KNOWN.setdefault(walk, {})  # a budget asks dozens of times
     if round_to not in known:
         known[round_to] = _find_steps(walk, round_to)
@@ -79,7 +83,7 @@ def _steps(walk: Walk, round_to: int) -> list[int]:
 def _find_steps(walk: Walk, round_to: int) -> list[int]:
     channels = torch.zeros(
         len(walk.labels), dtype=torch.long
-    )  # in a class; where layers differ, the common divisor
+    )  # per class; where layers differ, the common divisor
     for _, attribute, labels in walk.sizes if round_to != 1 else ():
         if "groups" not in attribute:
             roots, counts = walk.labels.roots(labels).unique(return_counts=True)
@@ -112,14 +116,14 @@ def within(
     round_to: int = 1,
     progress: bool | None = False,
 ) -> Tensor:
-    """The smallest ratio whose model has at most `budget` of the whole one's macs, params or latency."""
+    """The smallest ratio whose model has at most `budget` of the macs, params or latency of the whole model."""
     if not 0 < budget <= 1:
         raise ConfigError(f"{of}: must be above 0 and at most 1, got {budget}")
     exact = EXACT[of](walk)
     whole = exact(walk.gm)
     if not whole:
         raise ConfigError(
-            f"{of}: the model has none on this example, so no share of them can stay; say ratio"
+            f"{of}: the model has none on this example, so a share of them is no budget; give ratio instead"
         )
     limit = budget * whole
     fits = lambda cut: exact(cut.compact()) <= limit
@@ -144,8 +148,8 @@ def within(
         else:
             first = []
         raise ConfigError(
-            f"{of}: {budget} cannot be reached, {least:.3g} is left when as little stays as can; what cannot be "
-            f"cut: {'; '.join([*first, *stays[:3], *more]) or 'one channel of everything'}"
+            f"{of}: {budget} cannot be reached: the smallest model keeps {least:.3g}; this cannot be cut: "
+            f"{'; '.join([*first, *stays[:3], *more]) or 'one channel of everything'}"
         )
     ratio = _bisect(lambda ratio: fits(Cut(walk, choose(ratio))), low, progress)[1]
     if of not in ESTIMATES:
@@ -154,7 +158,7 @@ def within(
 
 
 def _check_measured(of: str, budget: float, ratio: float, left: float) -> None:
-    """What was measured once may have been luck: say so."""
+    """Warn if a second measurement of the latency differs from the first."""
     if left > budget * (1 + OFF):
         log.warning("%s: %.2f was asked for, measured again it is %.2f", of, budget, left)
     if ratio > FEW_LEFT:
@@ -162,7 +166,8 @@ def _check_measured(of: str, budget: float, ratio: float, left: float) -> None:
 
 
 def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: Callable[[Cut], float]) -> Cut:
-    """What goes at `ratio`, less what fits into `room`: with `round_to`, layers of one size lose much at once."""
+    """The removed classes at `ratio`, without those for which there is `room`. With `round_to`, equal layers
+    lose many at once."""
     cut = Cut(walk, choose(ratio))
     left = room(cut)
     refused = set[tuple[int, ...]]()
@@ -186,7 +191,7 @@ def _filled(walk: Walk, choose: Callable[[float], Tensor], ratio: float, room: C
 
 
 def _bisect(fits: Callable[[float], bool], low: float, progress: bool | None) -> tuple[float, float]:
-    """A ratio that does not fit, or the least, and the next above it that does; MOST if none does."""
+    """The largest ratio known not to fit (or the least ratio), and the smallest that fits; MOST if none fits."""
     high = MOST
     for _ in tracked(range(STEPS), progress, "pruning"):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Show batches to sparsers: forwards, and backwards for those that look at gradients. Nothing but sums is kept."""
+"""Show batches to sparsers: forwards, and backwards for sparsers that need gradients. Only sums are stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ log = logging.getLogger("sparsebit")
 
 
 def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: bool | None) -> None:
-    """`batches` are inputs, or (inputs, target); `loss(output, target)` defaults to cross entropy with class labels."""
+    """`batches` are inputs, or (inputs, target). `loss(output, target)` defaults to cross entropy with class
+    labels."""
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss: expected a function of (output, target), got {loss!r}")
     calls = Batches(smodel, batches, progress, "pruning", once=True)
@@ -31,7 +32,7 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
             if Moments.wanted(opr):
                 opr.moments = Moments()
     hooks = [opr.register_forward_hook(_see) for opr in oprs.values()]
-    before = {p: (p.requires_grad, p.grad) for p in smodel.model.parameters()}  # they are the user's
+    before = {p: (p.requires_grad, p.grad) for p in smodel.model.parameters()}  # these belong to the user
     try:
         for p, (trains, _) in before.items():
             p.requires_grad_(gradients or trains)
@@ -50,7 +51,7 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
     fewest = min((opr.moments.rows for opr in oprs.values() if opr.moments and opr.moments.rows), default=FEW)
     if fewest < FEW:
         log.warning(
-            "batches: layers see as few as %d samples, and what is fitted to so few may not hold for others; "
+            "batches: some layers see only %d samples, and weights that are fitted to so few may not suit other data;  "
             "pass a few dozen, or set SPARSER.REFIT to false",
             fewest,
         )
@@ -71,7 +72,7 @@ def _backward(smodel: Any, oprs: dict[str, Any], value: Tensor) -> None:
 
 
 def _target(batch: Any, used: int) -> Any:
-    """What is left of (x, y) behind the inputs."""
+    """The values behind the inputs of a batch: the y of (x, y)."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)):
         return None
     rest = batch[used:]
@@ -79,12 +80,12 @@ def _target(batch: Any, used: int) -> Any:
 
 
 def _loss(output: Any, target: Any, loss: Any, number: int) -> Tensor:
-    """What is differentiated: one number that depends on the output."""
+    """The value to differentiate: one number that depends on the output."""
     if loss is None:
         labels = isinstance(target, Tensor) and not target.is_floating_point()
         if not (isinstance(output, Tensor) and labels):
             raise CalibrationError(
-                "this sparser looks at gradients: give batches of (inputs, class labels), or "
+                "this sparser needs gradients: give batches of (inputs, class labels), or "
                 "loss=lambda output, target: ..."
             )
         loss = F.cross_entropy

@@ -1,4 +1,5 @@
-"""Which channels go: those of least worth, as many as ratios or a budget say, and those that plug-ins decide on."""
+"""Choose channels: the least important ones, as many as ratios or a budget require, and those that plug-ins
+mask."""
 
 from __future__ import annotations
 
@@ -25,18 +26,21 @@ def choose_channels(
     model: fx.GraphModule,
     walk: Walk,
     section: SparserConfig,
-    told: dict[str, Any],
+    decided: dict[str, Any],
     share: float,
     budget: Mapping[str, float],
     progress: bool | None,
 ) -> Cut:
-    """`told` is what layers with their own calc_mask() returned, `share` how much of the ratios is due."""
+    """`decided` holds the results of layers with their own calc_mask(); `share` is the part of the ratios
+    that is due."""
     oprs = oprs_of(model)
     scores = class_scores(walk, oprs)
     ratios = class_ratios(walk, oprs, section.ratio)
     if budget and not bool((ratios > 0).any()):
-        raise ConfigError("RATIO: is 0 for every layer, so that all stay whole; a budget needs one above 0")
-    judged, goes = decisions(walk, oprs, told, share)
+        raise ConfigError(
+            "RATIO: is 0 for every layer, so nothing may be removed; a budget needs a RATIO above 0"
+        )
+    judged, goes = decisions(walk, oprs, decided, share)
     if not bool(judged.any()):
         check_judged(walk, oprs, scores, ratios)
     elif budget:
@@ -64,16 +68,16 @@ def choose_channels(
     else:
         dropped = dropped_with(section.round_to)
     if section.round_to > 1 and share == 1 and bool(known.any()) and not len(dropped):
-        log.warning("round_to %d: no layer has so many channels that some could go", section.round_to)
+        log.warning("round_to %d: no layer has enough channels to remove some", section.round_to)
     return Cut(walk, dropped)
 
 
 def _rounded(dropped_with: Callable[[int], Tensor]) -> Tensor:
-    """With multiples of 8 where that removes enough; else any number of channels stays."""
+    """Keep multiples of 8 where that removes enough; otherwise keep any number of channels."""
     try:
         dropped = dropped_with(allocate.AUTO)
     except ConfigError as error:
-        log.info("round_to: %s; any number of channels may stay", error)
+        log.info("round_to: %s; layers may keep any number of channels", error)
         dropped = None
     if dropped is not None and len(dropped):
         return dropped

@@ -1,4 +1,4 @@
-"""What a model costs, and what a cut would leave of it without making the smaller model: budgets try many cuts."""
+"""The costs of a model, and an estimate of its costs after a cut. A search for a budget estimates many cuts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def macs(walk: Walk) -> Callable[[nn.Module], int]:
-    """Multiplications of one forward on the example."""
+    """Count the multiplications of one forward on the example."""
     args, kwargs = walk.example
 
     def count(model: nn.Module) -> int:
@@ -41,8 +41,11 @@ def macs(walk: Walk) -> Callable[[nn.Module], int]:
 
 
 def latency(walk: Walk, rounds: int = 15) -> Callable[[nn.Module], float]:
-    """Time of one forward on the example, on this machine, as a share of the whole model's: the best of some rounds of
-    both in turns, because what else the machine does changes from second to second."""
+    """Time one forward on the example, as a share of the time of the whole model.
+
+    The best of some rounds counts. Both models run in turns, because the load of the machine changes from
+    second to second.
+    """
 
     def measure(model: nn.Module) -> float:
         best = {model.eval(): float("inf"), walk.gm.eval(): float("inf")}
@@ -50,8 +53,8 @@ def latency(walk: Walk, rounds: int = 15) -> Callable[[nn.Module], float]:
             best = {each: min(known, _seconds(each, walk.example)) for each, known in best.items()}
         if model is walk.gm and best[model] < SHORT:
             log.warning(
-                "latency: a forward of the example takes %.2f ms, which is mostly the price of calls, whatever their "
-                "sizes; give a larger example",
+                "latency: a forward of the example takes %.2f ms, which is mostly the overhead of calls "
+                "and not of sizes; give a larger example",
                 1e3 * best[walk.gm],
             )
         return best[model] / best[walk.gm]
@@ -78,7 +81,7 @@ EXACT: dict[str, Callable[[Walk], Cost]] = {
 
 # -- without making the model ------------------------------------------------------------------------------
 def kept_parameters(walk: Walk) -> Estimate:
-    names: dict[nn.Parameter, list[str]] = {}  # a parameter that `F.linear` reads is in a module, too
+    names: dict[nn.Parameter, list[str]] = {}  # a module may hold a parameter that `F.linear` reads
     for name, p in walk.gm.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
 
@@ -92,7 +95,8 @@ def kept_parameters(walk: Walk) -> Estimate:
 
 
 def kept_macs(walk: Walk) -> Estimate:
-    """Of a layer: its MACs times what is left of its weights. Of a product of activations: times what is left of it."""
+    """Estimate the MACs. A layer keeps the share of its weights; a product of activations keeps the share of
+    its operands."""
     counter = PerNode(walk.gm)
     counter.run_on(walk.example)
     nodes = {node: counter.macs[node.name] for node in walk.gm.graph.nodes if counter.macs[node.name]}
@@ -108,7 +112,7 @@ def kept_macs(walk: Walk) -> Estimate:
 
 
 def _of_weights(cut: Cut, node: fx.Node, shares: dict[str, float]) -> float | None:
-    """What is left of the weights of a layer: of its weight, or, of a recurrent one, of all its matrices."""
+    """The share that is left of the weight of a layer, or of all matrices of a recurrent layer."""
     path = str(node.target)
     if f"{path}.weight" in shares:
         return shares[f"{path}.weight"]
@@ -119,7 +123,7 @@ def _of_weights(cut: Cut, node: fx.Node, shares: dict[str, float]) -> float | No
 
 
 class PerNode(Runner):
-    """Multiplications of every node."""
+    """Counts the multiplications of every node."""
 
     def __init__(self, gm: fx.GraphModule):
         super().__init__(gm)
@@ -133,7 +137,7 @@ class PerNode(Runner):
 
 
 def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
-    """Path of a tensor -> the share of it that is left."""
+    """The share of each tensor that is left, by path."""
     parts = list(walk.slices.values())
     sizes = torch.tensor([part.labels.numel() for part in parts], dtype=torch.long)
     owners = torch.arange(len(parts)).repeat_interleave(sizes)
@@ -142,7 +146,7 @@ def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
     else:
         labels = owners
 
-    def of(cut: Cut) -> dict[str, float]:  # all at once: budgets ask hundreds of times
+    def of(cut: Cut) -> dict[str, float]:  # all at once: a search for a budget calls this hundreds of times
         kept = torch.bincount(owners, cut.keeps(labels).double(), len(parts)) / sizes
         found: dict[str, float] = {}
         for part, share in zip(parts, kept.tolist()):
@@ -153,8 +157,11 @@ def _shares(walk: Walk) -> Callable[[Cut], dict[str, float]]:
 
 
 def _left(cut: Cut, node: fx.Node) -> float:
-    """A product: the share of the result, times that of the axis which is summed up. Attention is two of them, and
-    each has the width of a head on one side only."""
+    """The share of a product that is left: the share of the result times the share of the axis that is
+    summed.
+
+    Attention has two products. Each has the width of a head on one side only.
+    """
     fused = op_of(node, cut.walk.gm) is F.scaled_dot_product_attention
     first = None
     if node.all_input_nodes and not fused:

@@ -1,4 +1,5 @@
-"""Second moments of the inputs of layers: collected while sparsers see batches, used by mend/one_shot.py."""
+"""Second moments of the inputs of layers. They are collected while sparsers see batches, for
+mend/one_shot.py."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from torch import Tensor
 
 from sparsebit.sparse.sparsers import base
 
-DAMPING = 1e-3  # of the mean energy, added to every channel's
-FEW = 16  # samples: a layer that is fitted to less may do worse on others
+DAMPING = 1e-3  # of the mean energy, added to the diagonal
+FEW = 16  # samples: weights that are fitted to fewer may suit other data less
 
 
 class Moments:
-    """Second moments of what a layer reads, between its input channels."""
+    """Second moments of the input channels of a layer."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None

@@ -1,7 +1,8 @@
-"""Masks that plug-ins decide on, as in the original: a sparser by calc_mask(x), a layer by calc_mask(pre_mask).
+"""Masks from plug-ins, as in the original: from a sparser by calc_mask(x), from a layer by
+calc_mask(pre_mask).
 
-Single weights go as the mask says. Where whole channels go, the mask decides on the channels that the layer makes: a
-channel goes if all layers that make it say so, and everything else that has it follows.
+Masks of single weights are used without a change. Where whole channels are pruned, a mask decides about the
+channels that its layer makes. A channel is removed if every layer that makes it agrees.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ Oprs = dict[str, Any]  # module path -> SparseOpr
 
 
 def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
-    """What calc_mask(x) of the layer's sparser says of a parameter; `share` is how much of the ratio is due."""
+    """The mask that calc_mask(x) of the sparser returns for a parameter; `share` is the part of the ratio
+    that is due."""
     sparser = opr.sparser
     weight = opr.get_parameter(name)
     if sparser.pattern:
         raise ConfigError(
-            f"PATTERN: calc_mask of {type(sparser).__name__} decides by itself; leave out PATTERN"
+            f"PATTERN: calc_mask of {type(sparser).__name__} decides without a pattern; leave out PATTERN"
         )
     with _due(sparser, share):
         mask = sparser.calc_mask(weight)
@@ -39,7 +41,7 @@ def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
     mask = mask.detach()
     if bool(((mask != 0) & (mask != 1)).any()):
         raise ConfigError(
-            f"{where} must return zeros and ones; a weight goes or stays, multiply it in your forward"
+            f"{where} must return zeros and ones; to scale a weight, multiply it in your forward"
         )
     try:
         return mask.bool().expand(weight.shape)
@@ -50,7 +52,7 @@ def mask_by_sparser(opr: Any, name: str, path: str, share: float) -> Tensor:
 
 @contextmanager
 def _due(sparser: Any, share: float) -> Iterator[None]:
-    """Inside, the ratio is the share of it that a schedule has come to."""
+    """Inside, the ratio is the part of it that a schedule has reached."""
     ratio = sparser.ratio
     sparser.ratio = ratio * share
     try:
@@ -60,14 +62,14 @@ def _due(sparser: Any, share: float) -> Iterator[None]:
 
 
 def ask_layers(gm: fx.GraphModule, oprs: Oprs, share: float, norms: bool = False) -> dict[str, Any]:
-    """Call calc_mask(pre_mask) of the layers that define it, in the order of the graph; returns what each returns.
+    """Call calc_mask(pre_mask) of the layers that define it, in the order of the graph; returns results by path.
 
-    pre_mask is what the layer in front told. The original gave what the call before told, whoever reads it.
-    norms   only of norms: the other layers have their masks
+    pre_mask is the result of the layer in front. The original passed the result of the previous call of any layer.
+    norms   only norms are called: the other layers have their masks.
     """
     asked = {path for path, opr in oprs.items() if opr.masks_itself and (_is_norm(opr) or not norms)}
-    told: dict[str, Any] = {}
-    passed: dict[fx.Node, Any] = {}  # what a node keeps of its channels, if that is known
+    decided: dict[str, Any] = {}
+    passed: dict[fx.Node, Any] = {}  # which of its channels a node keeps, if known
     for node in gm.graph.nodes:
         inputs = node.all_input_nodes
         before = None
@@ -80,15 +82,15 @@ def ask_layers(gm: fx.GraphModule, oprs: Oprs, share: float, norms: bool = False
         if opr is None:
             passed[node] = before
             continue
-        if path in asked and path not in told:
-            told[path] = _ask(opr, before, share)
+        if path in asked and path not in decided:
+            decided[path] = _ask(opr, before, share)
         if path in asked:
-            passed[node] = told[path]
+            passed[node] = decided[path]
         else:
             passed[node] = _made(opr, before)
-    for path in sorted(asked - told.keys()):  # inside a part that was not traced
-        told[path] = _ask(oprs[path], None, share)
-    return told
+    for path in sorted(asked - decided.keys()):  # inside a part that is not traced
+        decided[path] = _ask(oprs[path], None, share)
+    return decided
 
 
 def _ask(opr: Any, before: Any, share: float) -> Any:
@@ -101,7 +103,7 @@ def _is_norm(opr: Any) -> bool:
 
 
 def _made(opr: Any, before: Any) -> Any:
-    """Which channels a layer keeps: a norm those of its input, others what their mask says."""
+    """Which channels a layer keeps. A norm keeps those of its input; other layers follow their mask."""
     if _is_norm(opr):
         return before
     if opr.sparser.kind == "unstructured" or "weight" not in opr.layer_parameters():
@@ -109,8 +111,8 @@ def _made(opr: Any, before: Any) -> Any:
     return opr.mask_of("weight").flatten(1).any(1)
 
 
-def decisions(walk: Walk, oprs: Oprs, told: dict[str, Any], share: float) -> tuple[Tensor, Tensor]:
-    """Classes that masks decide on, and those of them that go."""
+def decisions(walk: Walk, oprs: Oprs, decided: dict[str, Any], share: float) -> tuple[Tensor, Tensor]:
+    """The classes that masks decide about, and those of them that are removed."""
     n = len(walk.labels)
     judged = torch.zeros(n, dtype=torch.bool)
     stays = torch.zeros(n, dtype=torch.bool)
@@ -122,7 +124,7 @@ def decisions(walk: Walk, oprs: Oprs, told: dict[str, Any], share: float) -> tup
         if opr is None:
             kept = None
         else:
-            kept = _decision(opr, path, name, part.axis, told, share)
+            kept = _decision(opr, path, name, part.axis, decided, share)
         roots = walk.labels.roots(part.labels)
         if kept is None:
             stays[roots] = True
@@ -139,15 +141,17 @@ def decisions(walk: Walk, oprs: Oprs, told: dict[str, Any], share: float) -> tup
     for classes in walk.dimensions():
         if bool(goes[classes].all()):
             raise ConfigError(
-                "calc_mask: masks every channel of a layer, so that nothing would be left; keep one"
+                "calc_mask: masks every channel of a layer, so the layer would be empty; keep at least one"
             )
     return judged, goes
 
 
-def _decision(opr: Any, path: str, name: str, axis: int, told: dict[str, Any], share: float) -> Tensor | None:
-    """Which of the channels on `axis` a layer keeps; None where it does not decide by a mask."""
-    if path in told:
-        kept = told[path]
+def _decision(
+    opr: Any, path: str, name: str, axis: int, decided: dict[str, Any], share: float
+) -> Tensor | None:
+    """Which channels on `axis` a layer keeps; None if its mask does not decide."""
+    if path in decided:
+        kept = decided[path]
         if isinstance(kept, Tensor) and kept.dim() == 1:
             return kept.detach().bool().cpu()
         return _channels(opr.mask_of(name), axis, f"{path}.{name}: calc_mask of {type(opr).__name__}")

@@ -1,4 +1,4 @@
-"""From what sparsers say of single layers to the worth of a class: channels that go together."""
+"""From the scores that sparsers give to single layers to the scores of classes of channels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Oprs = dict[str, Any]  # module path -> SparseOpr
 
 
 def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
-    """Per class; `inf` where no sparser says anything, so that it stays.
+    """The score of each class; `inf`, so that it is kept, where no sparser judges it.
 
-    Worths that are comparable between layers add up; others are taken relative to their layer, and averaged.
+    Scores that are comparable between layers are added. Other scores are divided by the mean of their layer
+    and averaged.
     """
     n = len(walk.labels)
     total = torch.zeros(n, dtype=torch.float64)
@@ -44,7 +45,8 @@ def class_scores(walk: Walk, oprs: Oprs) -> Tensor:
 
 
 def check_judged(walk: Walk, oprs: Oprs, scores: Tensor, ratios: Tensor) -> None:
-    """Raise where layers are to lose something, and no sparser can say what; say so where none can lose anything."""
+    """Raise if layers should lose something and no sparser can judge them; warn if no layer can lose
+    anything."""
     asked = [classes[ratios[classes] > 0] for classes in walk.dimensions()]
     every = torch.cat([torch.zeros(0, dtype=torch.long), *asked])
     if bool(scores[every].isfinite().any()) or not bool((ratios > 0).any()):
@@ -53,11 +55,12 @@ def check_judged(walk: Walk, oprs: Oprs, scores: Tensor, ratios: Tensor) -> None
     if any(bool(torch.isin(roots, every).any()) for roots in made):
         raise cannot_judge(opr.sparser for opr in oprs.values())
     why = next(iter(walk.labels.why_fixed.values()), "it has no layer whose channels another one reads")
-    log.warning("no channel of this model can go: %s", why)
+    log.warning("no channel of this model can be removed:  %s", why)
 
 
 def class_ratios(walk: Walk, oprs: Oprs, default: float) -> Tensor:
-    """Per class the least ratio of the layers that make it: what one of them keeps, stays."""
+    """For each class, the smallest ratio of the layers that make it: a channel that one of them keeps is
+    kept."""
     ratios = torch.full((len(walk.labels),), 2.0, dtype=torch.float64)
     for cut in walk.slices.values():
         opr, _ = owner_of(cut.path, oprs)

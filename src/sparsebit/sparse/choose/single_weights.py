@@ -13,9 +13,10 @@ from sparsebit.sparse.sparsers.base import by_output, cannot_judge
 
 
 def mask_single_weights(oprs: dict[str, Any], share: float) -> None:
-    """Set the masks of all layers, by what their sparsers are set to; `share` is how much of the ratios is due.
+    """Set the masks of all layers as their sparsers are configured; `share` is the part of the ratios that is
+    due.
 
-    With SCOPE: global, layers of the same ratio compete; one that has a ratio of its own loses just that.
+    With SCOPE: global, layers of one ratio compete. A layer with another ratio loses exactly that.
     """
     ranked: dict[float, list[tuple[Tensor, Tensor]]] = {}
     asked = [(path, opr, name) for path, opr, name in _matrices(oprs) if opr.sparser.ratio * share]

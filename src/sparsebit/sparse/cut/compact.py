@@ -1,4 +1,5 @@
-"""The cut model as it is handed out: compared with the masked one, in the user's class where its code allows."""
+"""The smaller model for the user: compared with the masked one, and in the class of the user's model where
+possible."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ NOT_IN_EVAL = "the forward in eval mode, which is traced, does not use it"
 
 @dataclass
 class Compacted:
-    """A smaller model, and what a report says about it."""
+    """A smaller model, and the reasons for a report."""
 
     model: nn.Module
-    as_written: bool  # it has the class of the user's model; else it is a graph
+    as_written: bool  # True: the class of the user's model; False: a graph
     reasons: list[str] = field(default_factory=list)
 
 
 def compact(model: nn.Module, cut: Cut, as_written: bool | None = None) -> Compacted:
     """The smaller model, after it was compared with the masked one; `model` has the weights that are cut.
 
-    as_written   the user's own class, or a graph; None: the class, if it computes the same.
+    as_written   True: the user's class. False: a graph. None: the user's class if it computes the same.
     """
     small = cut.compact()
     check_equal(cut, cut.masked(), small)
@@ -51,12 +52,12 @@ def compact(model: nn.Module, cut: Cut, as_written: bool | None = None) -> Compa
 
 
 def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule, sure: bool) -> nn.Module | None:
-    """The user's own class with smaller layers, where its code has no sizes of its own."""
+    """The user's class with smaller layers; None if its code depends on the old sizes."""
     if isinstance(model, fx.GraphModule) or asks_for_cut_sizes(cut):
         return None
     own = own_copy(model).eval()
     unused = {name for name, _ in own.named_parameters()} - {name for name, _ in small.named_parameters()}
-    if unused:  # heads that only run in training would still have the old sizes
+    if unused:  # heads that only run in training would keep the old sizes
         log.info("the pruned %s is a traced graph without %s", type(model).__name__, sorted(unused)[0])
         return None
     try:
@@ -65,17 +66,20 @@ def _as_written(model: nn.Module, cut: Cut, small: fx.GraphModule, sure: bool) -
             differs = None
         else:
             differs = _difference(own, small.eval(), cut.walk.example)
-    except Exception as error:  # a size in its code, or a path that only the graph has
+    except Exception as error:  # a size in the user's code, or a path that only the graph has
         differs = str(error)
     if differs is None:
         return own
-    log.info("the pruned %s is a traced graph: its own code says %s", type(model).__name__, differs)
+    log.info("the pruned %s is a traced graph: its own code computes %s", type(model).__name__, differs)
     return None
 
 
 def _difference(own: nn.Module, small: fx.GraphModule, example: Call) -> str | None:
-    """Where both compute something else. Inside too: what a size in the code changes may not show in the output yet,
-    behind attention that is nearly uniform or a scale that starts at zero."""
+    """The first place where both differ, if any.
+
+    Modules inside are compared too. A size in the code may not change the output of the example: attention
+    may be nearly uniform, and a scale may start at zero.
+    """
     got, want = (_outputs(m, example) for m in (own, small))
     for path in [path for path in want if path in got]:
         if difference(got[path], want[path], Tolerance.CLOSE) is not None:
@@ -84,9 +88,9 @@ def _difference(own: nn.Module, small: fx.GraphModule, example: Call) -> str | N
 
 
 def _outputs(model: nn.Module, example: Call) -> dict[str, list[Any]]:
-    """What every module reads and gives, call by call, and under "" what the model gives."""
+    """The inputs and outputs of every module, call by call; the output of the model has the key ""."""
     found: dict[str, list[Any]] = {}
-    copied = lambda value: pytree.tree_map_only(Tensor, torch.clone, value)  # later ones may write into it
+    copied = lambda value: pytree.tree_map_only(Tensor, torch.clone, value)  # later modules may write into it
     keep = lambda path: lambda _, *values: found.setdefault(path, []).append(copied(values))
     inside = [(path, module) for path, module in model.named_modules() if path]
     hooks = [module.register_forward_hook(keep(path), with_kwargs=True) for path, module in inside]
@@ -101,7 +105,7 @@ def _outputs(model: nn.Module, example: Call) -> dict[str, list[Any]]:
 
 
 def _unread(cut: Cut) -> str:
-    """The layers of the user's model that the graph does not have."""
+    """The layers of the user's model that are missing in the graph."""
     names = cut.walk.gm.meta.get("unread", ())
     layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
     return ", ".join(layers[:3]) + f" and {len(layers) - 3} more" * (len(layers) > 3)

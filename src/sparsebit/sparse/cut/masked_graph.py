@@ -1,4 +1,4 @@
-"""MaskedGraph: the graph that a SparseModel runs. Its layers are found by path, and by the name of their call."""
+"""MaskedGraph: the graph that a SparseModel runs. Its layers are found by path and by the name of their call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from sparsebit.sparse.trace.names import Finder
 
 
 class Container(nn.Module):
-    """Stands where the user's model has a list or a block; the graph calls only the layers inside: `layer1[0]`."""
+    """Takes the place of a list or block of the user's model, of which the graph calls only the layers
+    inside: `layer1[0]`."""
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
@@ -32,7 +33,8 @@ class Container(nn.Module):
 
 
 class MaskedGraph(fx.GraphModule):
-    """`smodel.model.layer1[0]`, `.get_submodule("layer1.0")` and `.layer1_0`, the name of torch.fx, are one layer."""
+    """`smodel.model.layer1[0]`, `.get_submodule("layer1.0")` and `.layer1_0`, the name of torch.fx, give the
+    same layer."""
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> MaskedGraph:
@@ -41,7 +43,7 @@ class MaskedGraph(fx.GraphModule):
         made.meta = gm.meta
         set_training(made, training_flags(gm))
         for module in made.modules():
-            if type(module) is nn.Module:  # what torch.fx puts where no call needs the module itself
+            if type(module) is nn.Module:  # torch.fx makes these for modules that no node calls
                 module.__class__ = Container
         return made
 
@@ -55,9 +57,9 @@ class MaskedGraph(fx.GraphModule):
             return found
 
     def _layer(self, name: str) -> Any:
-        """By the name of the call, or another spelling of its path."""
+        """The layer with this name of a call, or with another spelling of its path."""
         if "_graph" not in self.__dict__ or name.startswith("__"):
-            return None  # while it is made
+            return None  # the object is under construction
         for node in self.graph.nodes:
             if node.op == "call_module" and node.name == name:
                 return self.get_submodule(str(node.target))
@@ -70,7 +72,8 @@ class MaskedGraph(fx.GraphModule):
 
 
 def at_paths(gm: fx.GraphModule, plain: fx.GraphModule) -> MaskedGraph:
-    """Layers that a subclass keeps by the names of torch.fx, as the original did, go where `plain` has them."""
+    """Move layers that a subclass stores by the names of torch.fx, like the original, to their paths in
+    `plain`."""
     paths = {node.name: str(node.target) for node in plain.graph.nodes if node.op == "call_module"}
     known = set(paths.values())
     moved = dict[str, str]()

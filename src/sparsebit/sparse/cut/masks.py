@@ -1,4 +1,4 @@
-"""The graph of a model with masked layers, and the way back: masks multiplied into an ordinary module."""
+"""Put masks on the layers of a graph, read a cut from them, and multiply them into an ordinary module."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from sparsebit.sparse.trace.attention import OPEN
 from sparsebit.sparse.trace.names import Finder, fx_name, inside_of_whole
 
 log = logging.getLogger("sparsebit")
-OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # masked, also without weights
-READ = "_read_mask"  # behind the name of a tensor that the graph reads: models have masks of their own
+OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # masked even without weights
+# suffix for a tensor that the graph reads: models may have attributes that end in `_mask`
+READ = "_read_mask"
 
 
 def put_masks(gm: fx.GraphModule) -> None:
-    """Layers get masks, and so do tensors that the graph reads by itself; their parameters stay the same ones."""
+    """Mask the layers, and the tensors that the graph reads without a layer. The parameters stay the same
+    objects."""
     for node in gm.graph.nodes:
         if node.op == "call_module":
             for path in _layers(gm, str(node.target)):
@@ -49,7 +51,7 @@ def put_masks(gm: fx.GraphModule) -> None:
 
 
 def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
-    """What is masked as one: a leaf of the graph, or the layers inside an island."""
+    """The units that get masks: a leaf of the graph, or the layers inside an island."""
     module = gm.get_submodule(path)
     if path in gm.meta.get("islands", {}) or "" in gm.meta.get("islands", {}):
         yield from _inside(module, path)
@@ -58,7 +60,8 @@ def _layers(gm: fx.GraphModule, path: str) -> Iterator[str]:
 
 
 def _inside(module: nn.Module, path: str) -> Iterator[str]:
-    """torch's own attention blocks read the weights of their layers without calling them: such a block is one."""
+    """The layers to mask in a module. torch's attention blocks read the weights of their layers without a
+    call, so such a block is one unit."""
     if type(module) in OPEN or not list(module.children()):
         if list(module.parameters()):
             yield path
@@ -70,7 +73,7 @@ def _inside(module: nn.Module, path: str) -> Iterator[str]:
 def _mask_layer(gm: fx.GraphModule, path: str, node: fx.Node) -> None:
     module = gm.get_submodule(path)
     if isinstance(module, SparseOpr):
-        return  # called twice
+        return  # the layer is called twice
     opr = sparse_module(module)
     opr.normed = len(node.users) == 1 and _is_norm(next(iter(node.users)), gm)
     opr.train(module.training)
@@ -83,7 +86,7 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any], applied: bool) -> None:
-    """A parameter or buffer that the graph reads by itself; that of a layer has the layer's mask."""
+    """Mask a parameter or buffer that the graph reads. A parameter of a layer has the mask of the layer."""
     path = str(node.target)
     opr, name = owner_of(path, oprs)
     if opr is not None:
@@ -108,7 +111,7 @@ def _mask_read(gm: fx.GraphModule, node: fx.Node, oprs: dict[str, Any], applied:
 
 
 def build_sparsers(gm: fx.GraphModule, cfg: SparseConfig) -> None:
-    """Every masked layer gets the sparser that the config asks for, with SPECIFIC by fx name or module path."""
+    """Give every masked layer its sparser. SPECIFIC may name a layer by fx name or by module path."""
     for path, (opr, names) in layer_names(gm).items():
         section = resolve(cfg.sparser, [path, *names])
         opr.build_sparser(cfg.model_copy(update={"sparser": section}))
@@ -123,7 +126,7 @@ def warn_of_unmatched(gm: fx.GraphModule, cfg: SparseConfig) -> None:
 
 
 def layer_names(gm: fx.GraphModule) -> dict[str, tuple[Any, list[str]]]:
-    """By path: the masked layer, and its other names."""
+    """For each path, the masked layer and its other names."""
     calls: dict[str, list[str]] = {}
     for node in gm.graph.nodes:
         if node.op == "call_module":
@@ -137,7 +140,7 @@ def oprs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def owner_of(path: str, oprs: dict[str, Any]) -> tuple[Any, str]:
-    """The masked layer that a parameter belongs to, and the parameter's name in it; None where there is none."""
+    """The masked layer of a parameter, and the name of the parameter in it; None if there is no such layer."""
     owner, _, name = path.rpartition(".")
     while owner and owner not in oprs:
         owner, _, last = owner.rpartition(".")
@@ -159,7 +162,8 @@ def mask_at(model: nn.Module, path: str, oprs: dict[str, Any]) -> Tensor | None:
 
 
 def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
-    """Classes that stay, because something that has them cannot be masked: a user's layer, a model that is one node."""
+    """Classes that are kept because one of their tensors cannot be masked: it belongs to an unknown layer, or
+    to an island."""
     oprs = oprs_of(model)
     statistics = statistics_of(model)
     by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
@@ -177,7 +181,7 @@ def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
 
 
 def set_masks(model: fx.GraphModule, cut: Cut) -> None:
-    """Where classes go, parameters are masked, and statistics are over what stays."""
+    """Mask the parameters where classes are removed. Norms take their statistics from the kept channels."""
     oprs = oprs_of(model)
     statistics = statistics_of(model)
     reset_masks(model)
@@ -195,7 +199,7 @@ def set_masks(model: fx.GraphModule, cut: Cut) -> None:
 
 
 def cut_by_masks(model: fx.GraphModule, walk: Walk) -> Cut:
-    """What the masks say: a class goes where every parameter that has it is masked there."""
+    """The cut that the masks describe: a class is removed if every parameter with that class is masked there."""
     n = len(walk.labels)
     oprs = oprs_of(model)
     gone = torch.zeros(n, dtype=torch.bool)
@@ -213,7 +217,7 @@ def cut_by_masks(model: fx.GraphModule, walk: Walk) -> Cut:
 
 
 def reset_masks(model: nn.Module) -> None:
-    """Nothing goes."""
+    """Remove all masks."""
     for opr in oprs_of(model).values():
         opr.reset_masks()
     for module in model.modules():
@@ -226,10 +230,10 @@ def reset_masks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[str]:
-    """Give `target`, which has the layers of `model`, its weights of now, masked and gated.
+    """Write the current weights of `model`, masked and gated, into `target`, which has the same layers.
 
-    tied   a weight of two layers stays one; else it becomes two where they have different masks
-    Returns the weights that `target` has no place for.
+    tied   True: a weight of two layers stays one. False: it becomes two where the masks differ.
+    Returns the weights that have no place in `target`.
     """
     new: dict[int, list[nn.Parameter]] = {}
     homeless = []
@@ -273,7 +277,8 @@ def bake(model: fx.GraphModule, target: nn.Module, tied: bool = True) -> list[st
 
 
 def baked(model: fx.GraphModule, source: nn.Module, plain: fx.GraphModule, kind: str) -> nn.Module:
-    """A copy of the user's model with the weights of now; of its graph, where its code holds weights, not layers."""
+    """A copy of the user's model with the current weights; a copy of its graph if the user's code holds
+    weights itself."""
     tied = kind == "structured"
     own = own_copy(source)
     if not bake(model, own, tied):
@@ -282,14 +287,14 @@ def baked(model: fx.GraphModule, source: nn.Module, plain: fx.GraphModule, kind:
     homeless = bake(model, graph, tied)
     if homeless:
         raise SparsebitError(
-            f"compact: the model as it was given has no place for {homeless[0]}; keep the names of its layers and of "
+            f"compact: the original model has no place for {homeless[0]}; keep the names of its layers and of "
             f"their parameters in your own layers"
         )
     return graph
 
 
 class _Places:
-    """Where the tensors of a graph belong in another model: under the same path, or another spelling of it."""
+    """Finds the tensors of a graph in another model, under the same path or another spelling of it."""
 
     def __init__(self, target: nn.Module):
         self.modules = dict(target.named_modules())

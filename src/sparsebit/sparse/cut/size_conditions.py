@@ -1,5 +1,8 @@
-"""Does an `if` of the forward ask how many channels there are? In the user's class it would then go another way after
-the cut, for some sizes of the input if not for the example; the graph has the way that the whole model takes."""
+"""Does an `if` of the forward depend on the number of channels?
+
+After the cut, the user's class would then take another branch for some inputs. The graph keeps the branch of
+the whole model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def asks_for_cut_sizes(cut: Cut) -> bool:
 
 
 def _conditions(cut: Cut, check: fx.Node) -> Iterator[fx.Node]:
-    """All that is computed on the way to a decision, down to what asks a tensor."""
+    """Every node that a decision is computed from, up to the nodes that read a tensor."""
     seen = set[fx.Node]()
     waiting = list(check.all_input_nodes)
     while waiting:
@@ -35,7 +38,7 @@ def _conditions(cut: Cut, check: fx.Node) -> Iterator[fx.Node]:
 
 def _is_cut(cut: Cut, node: fx.Node) -> bool:
     """Does the node read a size that is smaller after the cut?"""
-    asked: Any = slice(None)  # numel and the like: all sizes
+    asked: Any = slice(None)  # numel and the like read all sizes
     source = next(iter(node.all_input_nodes), node)
     if node.target is operator.getitem and _is_shape(source):
         source = source.all_input_nodes[0]

@@ -1,7 +1,9 @@
-"""Sizes in a cut graph. What reads one (`x.shape[1]`) gets what it was before the cut, and so does all that is computed
-from it; what takes one (`view(b, 64)`, `split(32)`, `x[:, :16]`, `pad`) gets it scaled to what is left.
+"""Correct the sizes that a cut graph reads and passes on.
 
-No number of the example is written down: batch and length stay free, also where they are factors.
+A node that reads a size (`x.shape[1]`) returns the size before the cut, and so does everything computed from
+it. A node that takes a size (`view(b, 64)`, `split(32)`, `x[:, :16]`, `pad`) gets it scaled to the channels
+that are left. No size of the example is written into the graph, so batch and length stay free, even as
+factors of a product.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
-    """Bring the sizes of `gm`, a copy of the walked graph, up to date."""
+    """Correct the sizes of `gm`, a copy of the walked graph."""
     sizes = _Sizes(cut, gm.graph)
     before = {node.name: node for node in cut.walk.gm.graph.nodes}
     for node in list(gm.graph.nodes):
@@ -37,14 +39,14 @@ def rewrite(cut: Cut, gm: fx.GraphModule) -> None:
             sizes.restore(node, old)
 
 
-MAKERS = {"zeros", "ones"}  # of nothing but sizes
+MAKERS = {"zeros", "ones"}  # these take only sizes
 
 
 class _Sizes:
     def __init__(self, cut: Cut, graph: fx.Graph):
         self.cut = cut
         self.graph = graph
-        # a restored size -> the node that reads it, what it is now, and what it was
+        # restored size -> (node that reads it, size after the cut, size before)
         self._read: dict[fx.Node, tuple[fx.Node, int, int]] = {}
 
     def first(self, old: fx.Node) -> Any:
@@ -65,7 +67,7 @@ class _Sizes:
         return self.known(argument(old, place, name, default))
 
     def shapes(self, old: fx.Node) -> tuple[list[int], list[int]]:
-        """Of the first argument: now, and before."""
+        """The shape of the first argument, after the cut and before."""
         labels = self.first(old)
         walk = self.cut.walk
         source = old.args[0] if old.args else None
@@ -77,12 +79,12 @@ class _Sizes:
             or not isinstance(walk.values[source], Tensor)
         ):
             return [], []
-        before = [*walk.values[source].shape]  # a weight: slices know its axes
+        before = [*walk.values[source].shape]  # a weight: its slices know the axes
         parts = [walk.known(str(source.target), axis) for axis in range(len(before))]
         return [int(self.cut.keeps(p.labels).sum()) if p else n for p, n in zip(parts, before)], before
 
     def on_small(self, old: fx.Node) -> Any:
-        """What the call says of its first argument as it is now."""
+        """The result of the call on a first argument of the new shape."""
         small = torch.empty(self.shapes(old)[0], device="meta")
         args, kwargs = self.known((old.args[1:], {k: v for k, v in old.kwargs.items() if k != "input"}))
         if old.op == "call_method":
@@ -95,7 +97,7 @@ class _Sizes:
         return self.graph.call_function(op, args)
 
     def scaled(self, given: Any, now: int, before: int, at: fx.Node) -> Any:
-        """`given`, which was `before` in the example, so that it is `now` there: a node in front of `at`."""
+        """A node in front of `at` that turns `given` from the size `before` to the size `now`."""
         if now == before or not isinstance(given, fx.Node):
             return given if now == before else now
         read, its_now, its_before = self._read.get(given, (given, 1, 1))
@@ -112,14 +114,14 @@ class _Sizes:
             return self.new(operator.floordiv, out, before // common)
 
     def parts(self, given: Any, n: int, at: fx.Node) -> list[Any]:
-        """What is in a tuple, which may be a node."""
+        """The items of a tuple, which may be a node."""
         if not isinstance(given, fx.Node):
             return list(given)
         with self.graph.inserting_before(at):
             return [self.new(operator.getitem, given, i) for i in range(n)]
 
     def all_scaled(self, given: Any, now: Sequence[int], before: Sequence[int], at: fx.Node) -> Any:
-        """One by one; None where nothing changes."""
+        """Scale the items one by one; None if nothing changes."""
         if len(now) != len(before) or all(b in (-1, n) for n, b in zip(now, before)):
             return None
         given = self.parts(given, len(before), at)
@@ -127,10 +129,10 @@ class _Sizes:
 
     # -- reads -----------------------------------------------------------------------------------------
     def restore(self, node: fx.Node, old: fx.Node) -> None:
-        """Users of a size that shrank get what it was."""
+        """Give the readers of a size that shrank its old value."""
         before = self.cut.walk.values[old]
         if call_name(node) == "numel" and any(isinstance(v, torch.Size) for v in self.known(old.args)):
-            # of a tuple, by now
+            # the argument is a tuple now
             node.op = "call_function"
             node.target = math.prod
         if old.target is getattr:
@@ -165,7 +167,7 @@ class _Sizes:
 
 
 def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    """view, reshape, expand, ...: the sizes come one by one, or in a tuple."""
+    """view, reshape, expand and others: sizes come as separate arguments or as one tuple."""
     given: Any
     if call_name(node) in MAKERS:
         source: tuple[Any, ...] = ()
@@ -185,7 +187,7 @@ def _sizes(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 
 def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    """split and chunk: how long each part is."""
+    """split and chunk: the length of each part."""
     cut = sizes.cut
     labels = sizes.first(old)
     dim = sizes.was(old, 2, "dim", 0) % labels.dim()
@@ -193,7 +195,7 @@ def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
         return
     parts = [cut.shape(part)[dim] for part in cut.walk.of[old]]
     if call_name(old) != "split" and [part.shape[dim] for part in sizes.on_small(old)] == parts:
-        return  # into so many parts
+        return  # the call gives a number of parts, which stays right
     if node.op == "call_method":
         node.target = "split"
     else:
@@ -203,7 +205,7 @@ def _parts(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 
 def _slices(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    """x[:, a:b], or what is written there, on an axis that lost channels: a and b count what is kept before them."""
+    """x[:, a:b], or a write to it, on a cut axis: a and b count the kept channels before them."""
     labels = sizes.first(old)
     index = argument(node, 1, "b")
     lost = sizes.cut.axes(labels)
@@ -230,7 +232,7 @@ def _bound(sizes: _Sizes, kept: Tensor, given: Any, before: int | None, at: fx.N
         return None
     if before >= 0:
         return sizes.scaled(given, int(kept[:before].sum()), before, at)
-    behind = int(kept[before:].sum())  # -0 would be the beginning
+    behind = int(kept[before:].sum())  # -0 would mean the beginning
     if behind:
         return sizes.scaled(given, -behind, before, at)
     return int(kept.sum())
@@ -254,7 +256,7 @@ def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
 
 
 def _pads(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    """Channels that are added, or with a negative number those that are cut off."""
+    """pad: how many channels are added, or, if negative, cut off."""
     before = list(sizes.was(old, 1, "pad"))
     out = sizes.cut.walk.of[old]
     inside = sizes.cut.axes(sizes.first(old))
@@ -296,7 +298,7 @@ def _unflatten_module(sizes: _Sizes, module: nn.Module, old: fx.Node) -> None:
 
 
 def _scale(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
-    """Attention that lost dimensions of a head divides by what it divided by before."""
+    """Attention with smaller heads keeps the divisor that it had before."""
     labels = sizes.first(old)
     lost = labels.dim() - 1 in sizes.cut.axes(labels)
     if lost and node.kwargs.get("scale") is None and len(node.args) < 7:

@@ -1,7 +1,7 @@
-"""Cutting: parameters lose the positions whose labels go, and the sizes that the graph has as literals follow.
+"""Cut: remove positions from parameters, and adjust the sizes in the graph.
 
-`masked` keeps every shape and zeroes what goes; `compact` removes it. Both compute the same, which is checked node by
-node before a compact model is handed out.
+`masked` keeps every shape and writes zeros; `compact` removes the positions. Both compute the same. Before a
+compact model is returned, both are compared node by node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparsebit.sparse.modules.statistics import as_statistic
 
 
 class Cut:
-    """What is left of `walk.gm` when the classes `dropped` go."""
+    """`walk.gm` without the classes `dropped`."""
 
     def __init__(self, walk: Walk, dropped: Tensor):
         self.walk = walk
@@ -40,7 +40,7 @@ class Cut:
         return self._stays[self.walk.labels.roots(labels)]
 
     def axes(self, labels: Tensor) -> dict[int, Tensor]:
-        """By axis that loses something: which of its positions are kept."""
+        """For each axis that loses positions, which positions are kept."""
         found = {}
         for axis in self.walk.labels.varies(labels):
             kept = self.keeps(labels.movedim(axis, 0).reshape(labels.shape[axis], -1)[:, 0])
@@ -53,18 +53,19 @@ class Cut:
         return [int(lost[d].sum()) if d in lost else n for d, n in enumerate(labels.shape)]
 
     def of_value(self, value: Tensor, labels: Tensor) -> Tensor:
-        """The part of a value that is kept."""
+        """The kept part of a value."""
         for axis, kept in self.axes(labels).items():
             value = value.index_select(axis, kept.nonzero().flatten().to(value.device))
         return value
 
     def rule(self, node: fx.Node) -> str:
-        """What spoke for the channels of a node, for messages."""
+        """The rule for the channels of a node, for messages."""
         return f"its channel rule ({self.walk.rules.get(node, 'none')})"
 
     # -- the two models ------------------------------------------------------------------------------
     def masked(self) -> fx.GraphModule:
-        """Same shapes, zeros where something goes. A layer norm takes its statistics from what is kept."""
+        """A graph with the same shapes and zeros at the removed positions. A layer norm takes its statistics
+        from kept channels."""
         gm = copy.deepcopy(self.walk.gm)
         for cut in self.walk.slices.values():
             tensor = tensor_at(gm, cut.path)
@@ -85,7 +86,7 @@ class Cut:
         return gm
 
     def compact(self) -> fx.GraphModule:
-        """Really smaller."""
+        """A smaller graph."""
         gm = copy.deepcopy(self.walk.gm)
         self.cut_parameters(gm)
         rewrite(self, gm)
@@ -93,7 +94,7 @@ class Cut:
         checked.run_on(self.walk.example)
         for node in checked.settled:
             gm.graph.erase_node(node)
-        remove_dead_code(gm)  # sizes that nobody asks for any more
+        remove_dead_code(gm)  # sizes that have no reader any more
         gm.graph.lint()
         gm.recompile()
         return gm
@@ -113,18 +114,19 @@ class Cut:
                 new[id(old)] = nn.Parameter(sliced, old.requires_grad)
             else:
                 new[id(old)] = sliced
-        for module in model.modules():  # also where a parameter is shared
+        for module in model.modules():  # several modules may share a parameter
             for names in (module._parameters, module._buffers):
                 for name, value in list(names.items()):
                     if value is not None and id(value) in new:
-                        setattr(module, name, new[id(value)])  # recurrent layers keep a list of theirs
+                        # recurrent layers also keep a list of their parameters
+                        setattr(module, name, new[id(value)])
         for path, attribute, labels in self.walk.sizes:
             left = int(self.keeps(labels).sum())
             module = model.get_submodule(self._path(model, f"{path}.").removesuffix("."))
             setattr(module, attribute, (left,) if attribute == "normalized_shape" else left)
 
     def _path(self, model: nn.Module, path: str) -> str:
-        """A parameter's path in the graph, or where the user's model has it: `F.linear` became a module."""
+        """The path of a parameter in `model`, where `F.linear` is no module as in the graph."""
         owner, _, name = path.rpartition(".")
         try:
             model.get_submodule(owner)
@@ -134,7 +136,7 @@ class Cut:
 
 
 class _Checked(Runner):
-    """Runs the cut graph on the example; every value must have the shape that its labels say."""
+    """Runs the cut graph on the example. Every value must have the shape that its labels predict."""
 
     def __init__(self, cut: Cut, gm: fx.GraphModule):
         super().__init__(gm)
@@ -142,7 +144,7 @@ class _Checked(Runner):
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
         self.settled: list[
             fx.Node
-        ] = []  # checks of sizes that have changed: those of channels, not of inputs
+        ] = []  # conditions on the number of channels, which the cut changed; conditions on inputs stay
 
     def run_node(self, n: fx.Node) -> Any:
         old = self.old.get(n.name)
@@ -162,18 +164,18 @@ class _Checked(Runner):
         was = pytree.tree_leaves(self.cut.walk.values[old])
         if _nan(pytree.tree_leaves(value)) and not _nan(was):
             raise SparsebitError(
-                f"{_where(old)}: is NaN after pruning, as the deviation of a single channel is; let more channels stay"
+                f"{_where(old)}: is NaN after pruning, such as the deviation of a single channel; keep more channels"
             )
         for got, have in zip(pytree.tree_leaves(value), pytree.tree_leaves(labels)):
             if (
                 isinstance(got, Tensor)
                 and isinstance(have, Tensor)
-                and have.numel()  # nothing says what is left of nothing
+                and have.numel()  # an empty value has no labels
                 and list(got.shape) != self.cut.shape(have)
             ):
                 raise SparsebitError(
                     f"{_where(old)}: has the shape {list(got.shape)} after pruning, where {self.cut.shape(have)} "
-                    f"was expected; {self.cut.rule(old)}, or a size it is given, does not follow the channels"
+                    f"was expected; {self.cut.rule(old)}, or a size that it takes, is not adjusted to the channels"
                 )
         return value
 
@@ -183,9 +185,9 @@ def _nan(values: list[Any]) -> bool:
 
 
 def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> None:
-    """Raise, and name the first node that differs, unless both models compute the same."""
+    """Raise unless both models compute the same. The error names the first node that differs."""
     wrong = _difference(cut, masked.eval(), compact.eval(), cut.walk.example)
-    if wrong is not None:  # a deep net makes rounding errors large: in float64 they disappear
+    if wrong is not None:  # a deep network makes rounding errors large; in float64 they disappear
         big = copy.deepcopy(masked).double()
         small = copy.deepcopy(compact).double()
         with contextlib.suppress(RuntimeError):  # the user's code asks for float32
@@ -201,7 +203,7 @@ def check_equal(cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule) -> No
 def _difference(
     cut: Cut, masked: fx.GraphModule, compact: fx.GraphModule, example: Call
 ) -> tuple[fx.Node, float] | None:
-    """The first node whose values differ, and how much."""
+    """The first node whose values differ, and the difference."""
     wanted = values_of(masked, example)
     found = values_of(compact, example)
     for node in cut.walk.gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""How close a changed graph still is to the whole one: values inside, errors."""
+"""How far a changed graph is from the whole one: values of nodes, and errors of the output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tens
 
 @torch.no_grad()
 def errors_of(whole: fx.GraphModule, trials: list[fx.GraphModule], calls: Iterable[Call]) -> list[float]:
-    """How far the output of each is from that of `whole`, relative to its power."""
+    """The squared error of the output of each trial, relative to the power of the output of `whole`."""
     errors = [0.0] * len(trials)
     power = 0.0
     for args, kwargs in calls:

@@ -1,8 +1,9 @@
-"""Depth for width: residual blocks in a row are put side by side, as one block with the inner channels of both.
+"""Depth for width: two residual blocks in a row become one block with the inner channels of both.
 
-x + f(x) is not far from x, so g(x + f(x)) is not far from g(x), and least squares on the last layer makes up for most
-of what is lost. It saves no multiplication. But kernels work in blocks of 8 or 16 channels, and every layer has a price
-of its own: two of 16 that are cut to 8 take the time of two layers of 16, one of 32 that is cut to 16 half of it.
+x + f(x) is close to x, so g(x + f(x)) is close to g(x), and least squares on the last layer corrects most of
+the rest. This saves no multiplication. But kernels work in blocks of 8 or 16 channels, and every layer has a
+fixed cost. Two layers of 16 channels, cut to 8, take the time of two layers of 16; one layer of 32, cut to
+16, takes half of its time.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from sparsebit.sparse.mend.least_squares import Layer, moment, solve
 
 log = logging.getLogger("sparsebit")
 
-NARROW = 32  # channels: two kernel blocks with AVX-512; below, half of them is one block or less
-CHOICE = 256  # samples that candidates are compared on
-ROWS = 16  # positions of a batch that are looked at, for every weight of a filter: far more than there are unknowns
+NARROW = 32  # channels: two kernel blocks with AVX-512; half of fewer channels is one block or less
+CHOICE = 256  # samples to compare candidates on
+ROWS = 16  # positions of a batch per weight of a filter: far more than there are unknowns
 ACTIVATIONS: set[Any] = {
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Hardswish, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Identity),
     *(F.relu, F.relu_, F.relu6, F.gelu, F.silu, F.hardswish, F.leaky_relu, F.elu, F.mish),
@@ -40,17 +41,18 @@ ACTIVATIONS: set[Any] = {
 
 @dataclass(frozen=True)
 class Block:
-    """A convolution, norms and activations, a convolution and perhaps a norm, from `kept` to an addition to `kept`."""
+    """A convolution, norms and activations, a convolution and perhaps a norm, from `kept` to an addition to
+    `kept`."""
 
     name: str
     kept: fx.Node
     nodes: list[fx.Node]
     add: fx.Node
-    forms: list[Any]  # of the nodes: what has to be equal in both
+    forms: list[Any]  # of the nodes: these must be equal in both blocks
 
     @property
     def last(self) -> int:
-        """The place of the second convolution."""
+        """The index of the second convolution."""
         return len(self.nodes) - (2 if self.forms[-1][0] == "n" else 1)
 
 
@@ -58,13 +60,14 @@ class Block:
 class Pair:
     goes: Block
     stays: Block
-    between: list[fx.Node]  # activations, from the one's addition to the other
+    between: list[fx.Node]  # activations, from the addition of the first block to the second
     widths: tuple[int, int]  # inner channels of both
-    stream: int  # channels of what they are added to
+    stream: int  # channels of the value that both are added to
 
     @property
     def narrow(self) -> bool:
-        """Both have few channels, and neither is wider than what it reads, as blocks are that were merged before."""
+        """Both have few channels, and neither is wider than its input. A block that was merged before is
+        wider."""
         return max(self.widths) <= min(NARROW, self.stream)
 
 
@@ -75,11 +78,12 @@ def merge(
     batches: Any = None,
     progress: bool | None = None,
 ) -> nn.Module:
-    """A traced module in which some blocks have gone into the one behind them; its attribute `merged` names them.
+    """A traced module in which some blocks are merged into their next block; its attribute `merged` names
+    them.
 
-    blocks     how many, chosen by what `batches` show, pairs of narrow ones first: of at most 32 channels;
-               "auto": all such pairs; or the names of the ones that go.
-    batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
+    blocks     a number: the blocks are chosen on `batches`, pairs of narrow ones (at most 32 channels) first.
+               "auto": all narrow pairs. Or the names of the blocks to merge.
+    batches    inputs, or (inputs, target). With names and no batches the new layers are not fitted.
     """
 
     def take(
@@ -101,7 +105,7 @@ def merge(
 
 
 def _leaving_none_out(pairs: list[Pair]) -> list[Pair]:
-    """Those after which the others can still be in pairs: of an even number of blocks in a row, every other one."""
+    """The pairs that leave no block alone: every other pair of a row with an even number of blocks."""
     rows: dict[str, list[Pair]] = {}  # by the block that a row ends with
     for pair in pairs:
         rows[pair.stays.name] = [*rows.pop(pair.goes.name, []), pair]
@@ -116,14 +120,14 @@ def _narrowest(pairs: list[Pair]) -> list[Pair]:
 def _best(
     whole: fx.GraphModule, small: fx.GraphModule, pairs: list[Pair], calls: Batches | None
 ) -> tuple[str, fx.GraphModule]:
-    """The pair that as one block changes the output least, and `small` with it. A few samples are enough to choose."""
+    """The pair whose merge changes the output least, and `small` with it. A few samples are enough to choose."""
     pair = pairs[0]
     if calls is not None and len(pairs) > 1:
         trials = [_merged(small, pair) for pair in pairs]
         _fit(whole, trials, pairs, calls.first(CHOICE))
         error, i = min((error, i) for i, error in enumerate(errors_of(whole, trials, calls.first(CHOICE))))
         pair = pairs[i]
-        log.info("merge: %s goes into %s, error %.3g", pair.goes.name, pair.stays.name, error)
+        log.info("merge: %s is merged into %s, error %.3g", pair.goes.name, pair.stays.name, error)
     merged = _merged(small, pair)
     if calls is not None:
         _fit(whole, [merged], [pair], calls)
@@ -132,7 +136,7 @@ def _best(
 
 # -- what can be merged --------------------------------------------------------------------------------
 def find_pairs(gm: fx.GraphModule) -> list[Pair]:
-    """Blocks of one form that follow each other, with nothing but activations between, which nobody else reads."""
+    """Blocks of one form in a row with only activations between them, whose values have no other reader."""
     listed = list(_blocks(gm))
     names = distinct([(block.name, block.add.name) for block in listed])
     blocks = {block.add: replace(block, name=name) for block, name in zip(listed, names)}
@@ -163,13 +167,13 @@ def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
                 layers = [str(node.target) for node, form in zip(nodes, forms) if form[0] != "a"]
                 forms[1:] = [
                     form[:4] if form[0] == "c" else form for form in forms[1:]
-                ]  # its bias is made anew
+                ]  # its bias is computed
                 if all(calls[layer] == 1 for layer in layers):
                     yield Block(common_path(layers), kept, nodes, add, forms)
 
 
 def _chain(node: Any, kept: Any) -> list[fx.Node]:
-    """From `kept`, which is left out, to `node`: each reads only the one before, and only that reads it."""
+    """The nodes from behind `kept` to `node`, if each reads only the node before it and has no other reader."""
     nodes: list[fx.Node] = []
     while isinstance(node, fx.Node) and node is not kept:
         if len(node.users) != 1 or len(node.all_input_nodes) != 1:
@@ -199,7 +203,7 @@ def _pads_zeros(conv: nn.Conv2d) -> bool:
 
 # -- the graph -----------------------------------------------------------------------------------------
 def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
-    """Both read what the first one read: x + f(x) + g(x). The layers are those of `gm`."""
+    """Let both blocks read the input of the first: x + f(x) + g(x). The layers are those of `gm`."""
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
@@ -208,7 +212,7 @@ def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     before = nodes[pair.stays.kept.name]
     first = nodes[pair.stays.nodes[0].name]
     adds = [nodes[b.add.name] for b in (pair.goes, pair.stays)]
-    for add in adds:  # not in place: two read what one read
+    for add in adds:  # not in place: two nodes read this value
         add.op = "call_function"
         add.target = torch.add
     first.replace_input_with(before, kept)
@@ -222,7 +226,7 @@ def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
 
 
 def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
-    """The same, with the layers of both as one: the block that stays gets wider ones."""
+    """Merge the layers of both blocks into the second, which becomes wider."""
     small = _side_by_side(gm, pair)
     nodes = {node.name: node for node in small.graph.nodes}
     goes = pair.goes
@@ -235,7 +239,7 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     for i, (one, other) in enumerate(zip(goes.nodes, stays.nodes)):
         if stays.forms[i][0] != "a" and i <= last:
             wide = _side(module_of(one, gm), module_of(other, gm), 1 if i == last else 0)
-            if i == last:  # what is added to its output is fitted: in the norm, if there is one
+            if i == last:  # the constant of its output is fitted: in the norm, if there is one
                 normed = last + 1 < len(stays.nodes)
                 zeros = wide.weight.new_zeros(len(wide.weight))
                 if normed:
@@ -247,7 +251,7 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
         norm = stays.nodes[-1]
         small.set_submodule(str(norm.target), copy.deepcopy(module_of(norm, gm)))
     tracer = gm._tracer_cls
-    small = fx.GraphModule(small, small.graph)  # without the layers that are gone
+    small = fx.GraphModule(small, small.graph)  # drop the layers that have no call any more
     small._tracer_cls = small.graph._tracer_cls = tracer
     return small
 
@@ -275,7 +279,8 @@ def _side(one: Any, other: Any, axis: int) -> Any:
 def _fit(
     whole: fx.GraphModule, trials: list[fx.GraphModule], pairs: list[Pair], calls: Iterable[Call]
 ) -> None:
-    """Least squares for the last convolutions: what a trial lacks of the sum in `whole` behind both blocks."""
+    """Fit the last convolutions by least squares to the missing part of the sum in `whole` behind both
+    blocks."""
     moments: list[Any] = [0.0] * len(trials)
     draw = torch.Generator().manual_seed(0)
     for call in calls:
@@ -291,7 +296,7 @@ def _fit(
     for trial, pair, sums in zip(trials, pairs, moments):
         conv = _last_conv(trial, pair)
         norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
-        size = float(conv.weight.flatten(1).norm(dim=1).mean())  # as long as those of both, side by side
+        size = float(conv.weight.flatten(1).norm(dim=1).mean())  # the norm of both filters, side by side
         solve(sums, size, Layer(conv, *norms))
 
 

@@ -1,4 +1,5 @@
-"""Blocks or branches leave a graph one by one: some, those that change it least first, or those that are named."""
+"""Remove blocks or branches from a graph one by one: a number of them, those that change it least first, or
+named ones."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from sparsebit.graph.run.modes import set_training, training_flags
 from sparsebit.sparse.trace.front_end import call_of, traced
 
 T = TypeVar("T")
-Wanted = int | Literal["auto"] | Sequence[str]  # how many, all that are found, or their names
+Wanted = int | Literal["auto"] | Sequence[str]  # a number, all that are found, or names
 
 
 def one_by_one(
@@ -29,16 +30,16 @@ def one_by_one(
     find: Callable[[fx.GraphModule, Call], dict[str, T]],
     take: Callable[[fx.GraphModule, fx.GraphModule, list[T], Batches | None], tuple[str, fx.GraphModule]],
 ) -> tuple[fx.GraphModule, list[str]]:
-    """The traced model without what `take` took, and the names of that.
+    """The traced model after all removals, and the names of the removed parts.
 
-    take(whole, small, found, calls) takes one of `found` out of `small`, which was `whole`.
+    take(whole, small, found, calls) removes one of `found` from `small`, which started as `whole`.
     """
     call = call_of(example, model)
     whole = traced(model, call)
     flags = training_flags(whole)
     whole.eval()
     if batches is None and wanted and isinstance(wanted, (int, str)):
-        raise ConfigError(f"{what}: which ones go is measured: pass batches, or their names")
+        raise ConfigError(f"{what}: the choice is measured: pass batches, or the names")
     if batches is None:
         calls = None
     else:
@@ -54,9 +55,9 @@ def one_by_one(
         if wanted == "auto" and not found:
             break
         if isinstance(name, str) and name not in found:
-            raise ConfigError(f"{what}: none is called {name}; there are {', '.join(found) or 'none'}")
+            raise ConfigError(f"{what}: there is no {name}; the names are {', '.join(found) or 'none'}")
         if not found:
-            raise ConfigError(f"{what}: {wanted} are to go, but only {len(names)} can")
+            raise ConfigError(f"{what}: {wanted} should be removed, but only {len(names)} can be")
         if isinstance(name, str):
             tried = [found[name]]
         else:

@@ -1,4 +1,4 @@
-"""A model made shallower, as `prune(merge=, depth=)` asks for it or as a plan has it."""
+"""A model with fewer layers, as `prune(merge=, depth=)` or a plan asks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shallower(
     batches: Any = None,
     progress: bool | None = None,
 ) -> tuple[nn.Module, dict[str, list[str]]]:
-    """The model with blocks merged and branches gone, and which."""
+    """The model with merged blocks and without some branches, and the names of both."""
     done: dict[str, Any] = {"merged": [], "shortened": []}
     if merge:
         merged = merge_blocks(model, example, merge, batches, progress)

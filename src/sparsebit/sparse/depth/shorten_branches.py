@@ -1,7 +1,7 @@
-"""Depth: a branch of a residual addition goes whole, and the linear layer that comes closest stands in for it.
+"""Depth: replace whole branches of residual additions by the linear layer that comes closest.
 
-Kernels work in blocks of 8 or 16 channels: a layer of 16 gets no faster with 10, but a branch less always helps.
-Which one goes is measured: the one that changes the output least per multiplication saved.
+Kernels work in blocks of 8 or 16 channels. A layer of 16 gets no faster with 10, but a removed branch always
+saves time. The branch is chosen by measurement: the least change of the output per saved multiplication.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ log = logging.getLogger("sparsebit")
 
 @dataclass(frozen=True)
 class Branch:
-    """One operand of an addition, with everything that only it needs."""
+    """One operand of an addition, with all nodes that have no other reader."""
 
-    name: str  # where its layers are in the model: layer1.0
+    name: str  # the path of its layers: layer1.0
     macs: int  # saved on the example
     add: str  # the addition in the graph
-    kept: str  # its other operand
+    kept: str  # the other operand
     normed: bool  # is there a batch norm in it?
-    size: float  # mean length of its filters
-    rank: int  # of the values
+    size: float  # mean norm of its filters
+    rank: int  # number of axes of the value
     channels: int  # along axis 1 behind a convolution, else along the last
 
 
 def find_branches(model: nn.Module, example: Any) -> list[Branch]:
-    """The branches that `shorten` can take out of `model`."""
+    """The branches that `shorten` can replace in `model`."""
     call = call_of(example, model)
     return _branches(traced(model, call).eval(), call)
 
@@ -60,10 +60,10 @@ def shorten(
     batches: Any = None,
     progress: bool | None = None,
 ) -> nn.Module:
-    """A traced module with linear layers in place of some branches, which its attribute `shortened` names.
+    """A traced module with linear layers in place of some branches; its attribute `shortened` names them.
 
-    branches   how many, chosen by what `batches` show, or the names of the ones that go.
-    batches    inputs, or (inputs, target). Names without batches give the same layers, not fitted: for weights to load.
+    branches   a number, chosen on `batches`, or the names of the branches to replace.
+    batches    inputs, or (inputs, target). With names and no batches the new layers are not fitted.
     """
 
     if isinstance(branches, str):
@@ -77,7 +77,7 @@ def shorten(
 def _best(
     whole: fx.GraphModule, small: fx.GraphModule, tried: list[Branch], calls: Batches | None
 ) -> tuple[str, fx.GraphModule]:
-    """The branch whose loss costs least per multiplication saved, and `small` without it."""
+    """The branch whose removal costs least per saved multiplication, and `small` without it."""
     like = next(small.parameters())
     layers = [stand_in(branch.channels, branch.rank, branch.normed, like) for branch in tried]
     if calls is not None:
@@ -87,7 +87,7 @@ def _best(
         return tried[0].name, trials[0]
     errors = errors_of(whole, trials, calls)
     i = min(range(len(tried)), key=lambda i: errors[i] / tried[i].macs)
-    log.info("depth: %s goes, relative error of the output %.3g", tried[i].name, errors[i])
+    log.info("depth: %s is replaced, relative error of the output %.3g", tried[i].name, errors[i])
     return tried[i].name, trials[i]
 
 
@@ -99,7 +99,8 @@ def _fit(
     layers: list[Any],
     calls: Batches,
 ) -> None:
-    """Least squares: from what `small` has in front of an addition to what it then lacks of the sum in `whole`."""
+    """Fit by least squares: from the value in front of the addition in `small` to the missing part of the sum
+    in `whole`."""
     moments: list[Any] = [0.0] * len(tried)
     for call in calls:
         behind = values_at(whole, {branch.add for branch in tried}, call)
@@ -144,7 +145,7 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
 
 
 def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
-    """`goes` and what nobody else needs."""
+    """The nodes that only `goes` and `add` need."""
     only: dict[fx.Node, None] = {}
     gone = {add}
     waiting = [goes]
@@ -160,12 +161,12 @@ def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
 
 
 def _is_checked(node: fx.Node) -> bool:
-    """Is it there for a check of sizes, and nothing else?"""
+    """Do only checks of sizes read it?"""
     return node.target is as_decided or (bool(node.users) and all(map(_is_checked, node.users)))
 
 
 def _drop_idle_checks(graph: fx.Graph) -> None:
-    """Checks of what nothing but checks reads any more."""
+    """Erase the checks whose inputs have no other reader."""
     for check in [node for node in graph.nodes if node.target is as_decided]:
         seen = set[fx.Node]()
         waiting = list(check.all_input_nodes)
@@ -187,7 +188,7 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def distinct(names: list[tuple[str, str]]) -> list[str]:
-    """Names that several have get the addition's."""
+    """A name that occurs several times gets the name of the addition."""
     every = [name for name, _ in names]
     return [name if every.count(name) == 1 else f"{name}:{add}" for name, add in names]
 
@@ -200,7 +201,7 @@ def common_path(paths: list[str]) -> str:
 
 
 def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.GraphModule:
-    """The same parameters, without those of the branch, and with `layers`."""
+    """The same parameters without the branch, and with `layers`."""
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
@@ -217,6 +218,6 @@ def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.Gr
     _drop_idle_checks(graph)
     remove_dead_code(small)
     graph.lint()
-    small = fx.GraphModule(small, graph)  # without the layers that are gone
+    small = fx.GraphModule(small, graph)  # drop the layers that have no call any more
     small._tracer_cls = graph._tracer_cls = gm._tracer_cls
     return small

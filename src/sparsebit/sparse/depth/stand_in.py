@@ -1,8 +1,9 @@
 """The linear layer that comes closest to f, a branch of a residual addition x + f(x).
 
-A 1x1 convolution or a linear layer, fitted by least squares: one pass over the data, C x C numbers. Where f has a batch
-norm it gets one too. Behind that the length of a filter changes nothing but how fast training turns it, so it gets that
-of the filters it stands in for (what that is worth: docs/decisions.md).
+It is a 1x1 convolution or a Linear, fitted by least squares in one pass over the data with C x C sums. If f
+has a batch norm, it gets one too. The norm of a filter in front of a batch norm only changes how fast
+training turns the filter, so the layer gets the norm of the filters that it replaces (docs/experiments.md has
+the measurements).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ KINDS: dict[int, Any] = {
 
 
 def stand_in(channels: int, rank: int, normed: bool, like: Tensor) -> nn.Sequential:
-    """A convolution over values with `rank` axes (0: a linear layer), and a norm. Until it is fitted it gives zeros."""
+    """A convolution over values with `rank` axes (0: a linear layer), and a norm. Before it is fitted it
+    returns zeros."""
     linear: Any = nn.Linear(channels, channels)
     if rank in KINDS:
         linear = KINDS[rank][0](channels, channels, 1, bias=not normed)
@@ -33,7 +35,7 @@ def stand_in(channels: int, rank: int, normed: bool, like: Tensor) -> nn.Sequent
 
 
 def rows(value: Tensor, layer: nn.Module) -> Tensor:
-    """(positions, channels)."""
+    """The value as a matrix (positions, channels)."""
     if not (isinstance(layer, nn.Linear)):
         value = value.movedim(1, -1)
     return value.reshape(-1, value.shape[-1]).double()

@@ -1,4 +1,4 @@
-"""Calls that ask a tensor for its shape, type or device, and not for its values."""
+"""Calls that read the shape, type or device of a tensor, and not its values."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ DESCRIPTIONS = {
 
 
 def is_description(node: fx.Node) -> bool:
-    """Does the node ask a tensor what it is, and not for its values?"""
+    """Does the node read a property of a tensor, and not its values?"""
     return (node.args[1] if node.target is getattr else call_name(node)) in DESCRIPTIONS

@@ -1,7 +1,7 @@
-"""Labels: what must be kept or removed together.
+"""Labels: which positions are kept or removed together.
 
-Every value of a tensor carries a label; channels that share one go together. `FIXED` is the label of what stays.
-Joining is union-find over arrays, so that a whole tensor joins in one call.
+Every position of a tensor has a label. Positions with the same label depend on each other. `FIXED` is the
+label of positions that are kept. join() is union-find over arrays, so one call joins whole tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def thin(labels: Tensor) -> Tensor:
 
 
 def stored(*labels: Tensor) -> list[Tensor]:
-    """Without the repetitions that all of them have."""
+    """`thin` of several label tensors, without the repetitions that all of them have."""
     for d in range(labels[0].dim()):
         if all(x.shape[d] and (x.stride(d) == 0 or x.shape[d] == 1) for x in labels):
             labels = tuple(x.narrow(d, 0, 1) for x in labels)
@@ -35,9 +35,10 @@ class Labels:
     def __init__(self) -> None:
         self._parent = torch.zeros(1, dtype=torch.long)
         self._flat = True  # every label points at its root
-        self.why_fixed: dict[int, str] = {}  # label -> the reason it cannot go
-        self.at = "the graph"  # where labels are joined now, for reasons
-        self._met: dict[int, tuple[int, str]] = {}  # label -> how many met in it at once, and where
+        self.why_fixed: dict[int, str] = {}  # label -> the reason why it is kept
+        self.at = "the graph"  # the place of the current joins, for reasons
+        # label -> how many labels were joined into it at once, and where
+        self._met: dict[int, tuple[int, str]] = {}
 
     def __len__(self) -> int:
         return len(self._parent)
@@ -50,7 +51,7 @@ class Labels:
         return new
 
     def roots(self, labels: Tensor) -> Tensor:
-        """The one label that stands for all that were joined; FIXED for those joined with what stays."""
+        """The root of each label: one label for all that were joined, or FIXED."""
         while not self._flat:
             above = self._parent[self._parent]
             self._flat = torch.equal(above, self._parent)
@@ -58,7 +59,7 @@ class Labels:
         return self._parent[labels]
 
     def join(self, a: Tensor, b: Tensor) -> None:
-        """Values that stand in the same place (broadcast) go together."""
+        """Positions in the same place (after broadcasting) depend on each other."""
         a, b = stored(*torch.broadcast_tensors(a, b))
         both = torch.unique(a.reshape(-1) * len(self) + b.reshape(-1))  # one number per pair: fast to sort
         pairs = torch.stack([both // len(self), both % len(self)])
@@ -68,12 +69,13 @@ class Labels:
             if not apart.any():
                 return
             self._note(low[apart], high[apart])
-            # the smaller root wins; a root that meets several goes to the smallest, the rest next time round
+            # The smaller root wins. A root that meets several takes the smallest now and the rest in the next
+            # round.
             self._parent = self._parent.scatter_reduce(0, high[apart], low[apart], "amin")
             self._flat = False
 
     def _note(self, low: Tensor, high: Tensor) -> None:
-        """Remember where labels met what stays, or many of their own kind."""
+        """Remember where labels became fixed, or met many labels of the same tensor."""
         for root in high[low == FIXED].unique().tolist():
             self.why_fixed.setdefault(root, f"{self.at}: {MEETS_FIXED}")
         roots, times = low.unique(return_counts=True)
@@ -82,20 +84,20 @@ class Labels:
                 self._met[root] = n, self.at
 
     def met_at(self, root: int) -> str:
-        """Where most of a class came together."""
+        """The place where most labels of a class were joined."""
         roots = self.roots(torch.tensor(list(self._met), dtype=torch.long)).tolist()
         inside = [met for met, found in zip(self._met.values(), roots) if found == root]
         return max(inside, default=(0, self.at), key=lambda met: met[0])[1]
 
     def fix(self, labels: Tensor, reason: str) -> None:
-        """These stay, and why."""
+        """These are kept, for a reason."""
         for root in self.roots(stored(labels)[0]).unique().tolist():
             if root != FIXED:
                 self.why_fixed.setdefault(root, reason)
         self.join(labels, torch.zeros((), dtype=torch.long))
 
     def whole(self, labels: Tensor, axes: list[int]) -> None:
-        """What lies along `axes` goes together."""
+        """Positions along `axes` depend on each other."""
         for axis in axes:
             self.join(labels, labels.narrow(axis, 0, 1))
 

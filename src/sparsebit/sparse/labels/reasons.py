@@ -1,4 +1,4 @@
-"""Why something is kept: what the report says of layers that no label speaks for."""
+"""Reasons for the report: why a layer without labels is kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def without_rule(walk: Walk, node: fx.Node) -> str:
-    """Why no channel rule spoke for a node."""
+    """The reason why no channel rule handled a node."""
     module = None
     if node.op == "call_module":
         module = walk.module(node)
@@ -39,7 +39,7 @@ def without_rule(walk: Walk, node: fx.Node) -> str:
 
 
 def has_weights(walk: Walk, node: fx.Node) -> bool:
-    """Does it make channels, whatever it reads?"""
+    """Does it make channels, whatever its input is?"""
     if node.op == "call_module":
         return any(True for _ in walk.module(node).parameters())
     form = FORMS.get(op_of(node, walk.gm))
@@ -47,7 +47,7 @@ def has_weights(walk: Walk, node: fx.Node) -> bool:
 
 
 def note_undivided(walk: Walk) -> None:
-    """Layers whose channels all go together: one of them stays, so all do."""
+    """Layers whose channels all depend on each other. One of them must be kept, so all are."""
     for classes, may_vanish in zip(walk.dimensions(), walk.may_vanish()):
         root = int(classes[0])
         for part in walk.slices.values() if len(classes) == 1 and not may_vanish else ():

@@ -1,8 +1,9 @@
-"""Which channels go together: the graph is walked once on an example, values beside labels (labels.py).
+"""Walk: run the graph once on an example and find the labels of every value.
 
-A rule per op (rules/) says how labels pass through it; an op that only moves values is simply run on the
-labels. An op without a rule fixes what it reads, and the report says so. `Slices` are the parameters that a label
-cuts, and where.
+A rule per op (rules/) tells how labels pass through it. An op that only moves values runs on the labels
+themselves. An op without a rule fixes its inputs, and the report names it. A `Slice` is one axis of a
+parameter with its labels. docs/pruning-inside.md explains labels, classes, dimensions, walks and cuts with a
+picture.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Slice:
     path: str  # features.0.weight
     axis: int
     labels: Tensor
-    produces: bool = False  # the axis of the channels that the layer makes
+    produces: bool = False  # is it the axis of the channels that the layer makes?
 
 
 @dataclass(eq=False)
@@ -47,18 +48,24 @@ class Walk:
 
     gm: fx.GraphModule
     example: Call
-    heads: Heads = "whole"  # where channels lie along two axes, a head goes, or a dimension of every head
+    # if channels lie along two axes: remove whole heads, or one dimension of every head
+    heads: Heads = "whole"
     labels: Labels = field(default_factory=Labels)
-    values: dict[fx.Node, Any] = field(default_factory=dict)  # what each node computed
-    of: dict[fx.Node, Any] = field(default_factory=dict)  # its labels, in the same structure
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # the value of each node
+    of: dict[fx.Node, Any] = field(default_factory=dict)  # the labels of each node, in the same structure
     slices: dict[tuple[str, int], Slice] = field(default_factory=dict)
     sizes: list[tuple[str, str, Tensor]] = field(default_factory=list)  # module path, attribute, labels
-    normed: dict[str, Tensor] = field(default_factory=dict)  # layer norms: statistics are over what is kept
-    statistics: dict[str, Tensor] = field(default_factory=dict)  # calls that do that by hand, by node name
-    rules: dict[fx.Node, str] = field(default_factory=dict)  # which rule spoke for a node
-    zero: set[fx.Node] = field(default_factory=set)  # masked, these are zero wherever a label goes
-    paths: dict[str, str] = field(default_factory=dict)  # a module's path in the graph -> in the user's model
-    _owners: dict[int, str] = field(default_factory=dict)  # id of a tensor -> the first path it was met under
+    # layer norms: their statistics are over the kept channels
+    normed: dict[str, Tensor] = field(default_factory=dict)
+    # calls that compute such statistics, by node name
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    rules: dict[fx.Node, str] = field(default_factory=dict)  # the rule that handled a node
+    # nodes that are zero in the masked model wherever a label is removed
+    zero: set[fx.Node] = field(default_factory=set)
+    # path of a module in the graph -> path in the user's model
+    paths: dict[str, str] = field(default_factory=dict)
+    # id of a tensor -> the first path under which it was found
+    _owners: dict[int, str] = field(default_factory=dict)
     _indexed: list[tuple[fx.Node, Tensor, int]] = field(default_factory=list)
     _dimensions: list[Tensor] | None = None
     _vanishing: list[bool] = field(default_factory=list)
@@ -75,7 +82,7 @@ class Walk:
 
     @functools.cached_property
     def divisors(self) -> set[str]:
-        """What the graph divides by: it is not masked."""
+        """Parameters that the graph divides by; they are not masked."""
         return divisors(self.gm)
 
     # -- what rules use ------------------------------------------------------------------------------
@@ -95,12 +102,12 @@ class Walk:
                 self.labels.fix(each, f"{where(node)}: {why}")
 
     def keep(self, node: fx.Node, why: str) -> None:
-        """The channels that a layer makes stay; for layers that have no labels of their own."""
+        """Keep the channels of a layer that has no labels."""
         self.fix(self.labels.fresh(1), node, why)
 
     def make(self, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
-        """Fresh labels for `n` channels on `axis` of the node's value: (labels, the value's labels)."""
-        # a single channel stays
+        """Fresh labels for `n` channels on `axis` of the value: (labels, labels of the value)."""
+        # a single channel is kept
         if n > 1:
             new = self.labels.fresh(n)
         else:
@@ -114,7 +121,7 @@ class Walk:
         return vector.view(line).expand(shape)
 
     def slice(self, path: str, axis: int, labels: Tensor, produces: bool = False) -> None:
-        """`labels` cut this axis; a module that is called twice is cut the same both times."""
+        """`labels` cut this axis. A module that is called twice is cut the same way both times."""
         known = self.known(path, axis)
         if known is None:
             self.slices[self._owner(path), axis] = Slice(self._owner(path), axis, labels, produces)
@@ -122,22 +129,23 @@ class Walk:
             self.labels.join(known.labels, labels)
 
     def known(self, path: str, axis: int) -> Slice | None:
-        """What is known of this axis, under whatever path the parameter was met first (weights may be tied)."""
+        """The slice of this axis, under the first path of the parameter (weights may be tied)."""
         return self.slices.get((self._owner(path), axis))
 
     def _owner(self, path: str) -> str:
         return self._owners.setdefault(id(tensor_at(self.gm, path)), path)
 
     def size(self, module: str, attribute: str, labels: Tensor) -> None:
-        """The attribute is the number of `labels` that are kept."""
+        """After the cut, the attribute is the number of kept `labels`."""
         self.sizes.append((module, attribute, labels))
 
     def must_not_vary(self, node: fx.Node, labels: Tensor, axis: int) -> None:
-        """A position is taken from `axis`: nothing may be cut from it. Looked at in the end."""
+        """A single position is read from `axis`, so nothing may be cut from it. It is checked at the end."""
         self._indexed.append((node, labels, axis % labels.dim()))
 
     def settle_heads(self, labels: Tensor, dimensions: Collection[int]) -> set[int]:
-        """The axes with channels, after those along `dimensions` or those along the others (heads) were joined."""
+        """The axes with channels, after the labels along `dimensions`, or along the other axes (heads), were
+        joined."""
         axes = {*self.labels.varies(labels)}
         inside = axes & {*dimensions}
         heads = axes - {*dimensions}
@@ -148,9 +156,9 @@ class Walk:
 
     # -- the end -------------------------------------------------------------------------------------
     def _settle(self) -> None:
-        """Only what lies along one axis can be cut from a tensor: join the rest, until nothing changes."""
+        """A tensor can be cut along one axis only: join the labels along the others, until nothing changes."""
         reads = [n for n in self.gm.graph.nodes if n.op == "get_attr" and isinstance(self.of[n], Tensor)]
-        for node in reads:  # parameters that the graph reads by itself, beside a module that has them
+        for node in reads:  # parameters that the graph reads beside a module that holds them
             self.labels.at = where(node)
             for axis in range(self.of[node].dim()):
                 known = self.known(str(node.target), axis)
@@ -185,9 +193,9 @@ class Walk:
         return changed
 
     def _parts(self, labels: Tensor, axis: int) -> tuple[int, int]:
-        """How many parts would be left to choose from along `axis`, if the other axes were joined.
+        """How many parts would be left to choose from along `axis` if the other axes were joined.
 
-        Those that layers make count first: rows of a table that the example does not reach are no channels.
+        Parts that layers make count first: rows of a table that the example does not reach are no channels.
         """
         trial = Labels()
         trial._parent = self.labels._parent.clone()
@@ -202,9 +210,10 @@ class Walk:
 
     # -- results -------------------------------------------------------------------------------------
     def dimensions(self) -> list[Tensor]:
-        """Classes that compete with each other: the same layers make and read them, in the same values.
+        """Classes that compete: the same layers make and read them, in the same values. Fixed classes are
+        left out.
 
-        Without the fixed ones. One of each stays, so that neither a layer nor a value loses everything.
+        One class of each dimension is kept, so no layer and no value loses everything.
         """
         if self._dimensions is None:
             self._dimensions = self._find_dimensions()
@@ -219,20 +228,24 @@ class Walk:
                 places.setdefault(root, []).append(i)
         found: dict[tuple[int, ...], list[int]] = {}
         for root, where in places.items():
-            if root != FIXED and where[0] < len(cuts):  # a parameter has it
+            if root != FIXED and where[0] < len(cuts):  # a parameter has this class
                 found.setdefault(tuple(where), []).append(root)
         self._vanishing = _that_may_vanish(list(found), set(places.get(FIXED, ())))
         return [torch.tensor(sorted(roots)) for roots in found.values()]
 
     def may_vanish(self) -> list[bool]:
-        """Of each dimension: would every layer and value still have channels without it? Not all at once, but so
-        that what stays of the others is enough: the channels that a zero-padded shortcut adds to a stream."""
+        """For each dimension, would every layer and value still have channels without it?
+
+        Dimensions are considered together, so that the rest is enough: the channels of a zero-padded shortcut
+        may vanish.
+        """
         self.dimensions()
         return self._vanishing
 
 
 def _that_may_vanish(places: list[tuple[int, ...]], fixed: set[int]) -> list[bool]:
-    """`places` of each dimension: the axes and values it is in. One that is alone somewhere never vanishes."""
+    """`places` are the axes and values of each dimension. A dimension that is the only one somewhere never
+    vanishes."""
     inside = Counter(i for where in places for i in where)
     needed = [any(inside[i] == 1 and i not in fixed for i in where) for where in places]
     kept = fixed.union(*(where for where, stays in zip(places, needed) if stays))
@@ -257,7 +270,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _takes(rule: Rule, *args: Any, **kwargs: Any) -> bool:
-    """A call with arguments that the rule knows nothing of is one without a rule."""
+    """A call with arguments that the rule does not know counts as a call without a rule."""
     try:
         inspect.signature(rule).bind(*args, **kwargs)
     except TypeError:
@@ -291,7 +304,7 @@ class _Walker(Runner):
         return value
 
     def _not_zero(self, node: fx.Node) -> None:
-        """Whoever reads what was written to, under whatever name, reads something else from here on."""
+        """After a write, every value in the same memory may be other than zero."""
         place = lambda n: {t.untyped_storage().data_ptr() for t in _tensors(self.walk.values[n])}
         written = set().union(*map(place, node.all_input_nodes))
         self.walk.zero -= {n for n in self.walk.zero if place(n) & written}
@@ -326,11 +339,12 @@ class _Walker(Runner):
     def _parameter(self, node: fx.Node, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        users = [user for user in node.users if user.target is not getattr]  # its dtype, its device
+        users = [user for user in node.users if user.target is not getattr]  # not its dtype or device
         if all(reads_weight(user, node) for user in users):
-            return None  # two of its axes are cut: its reader says which
+            return None  # two of its axes are cut: its reader knows which
         known = any(user.op == "output" or self._rule(user) for user in users)
-        kernel = value.dim() > 3 and min(value.shape[:2]) > 1  # of a convolution whose weight is computed
+        # the kernel of a convolution whose weight is computed
+        kernel = value.dim() > 3 and min(value.shape[:2]) > 1
         if value.numel() < 2 or not value.is_floating_point() or not known or kernel:
             return self.walk.fixed(value)
         return self.walk.labels.fresh(value.numel()).view(value.shape)

@@ -12,12 +12,12 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from sparsebit.graph.run.modes import evaluating
 
-PRIOR = 32  # values: what a batch norm knew before counts as so many
+PRIOR = 32  # values: the old statistics count as so many
 
 
 @torch.no_grad()
 def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
-    """Running statistics of batch norms, anew: of all that these calls show them. Returns how many norms there are."""
+    """Estimate the running statistics of batch norms anew on `calls`; returns the number of norms."""
     norms: list[Any] = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     if not norms:
         return 0
@@ -39,7 +39,8 @@ def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
 
 
 class _Statistics:
-    """A norm's own, from all that it has read so far; the old ones count as PRIOR values, so two samples do no harm."""
+    """The statistics of one norm over everything that it has read so far. The old statistics count as PRIOR
+    values, so two samples do no harm."""
 
     def __init__(self, norm: Any):
         self.count = float(PRIOR)
@@ -51,7 +52,7 @@ class _Statistics:
         n = x.numel() // max(norm.num_features, 1)
         if not n:
             return
-        alone = isinstance(norm, _InstanceNorm)  # a sample by itself, with or without a batch around it
+        alone = isinstance(norm, _InstanceNorm)  # each sample counts alone, with or without a batch axis
         if alone:
             others = [*range(1 - norm._get_no_batch_dim(), 0)]
         else:

@@ -1,9 +1,11 @@
-"""After the choice, layer by layer: what reads less than before gets the weights that come closest to the whole model.
+"""After the choice, layer by layer: fit the layers that read less than before to the outputs of the whole
+model.
 
-Least squares over what the layer reads in the cut model, so it also makes up for what went wrong in front of it. A
-layer whose output is added to something is fitted to the sum: a residual stream is put right again in every block.
-Other layers behind a cut get their mean right, and keep their weights: new ones are a little closer, but train worse
-(docs/decisions.md). Both models run once, side by side, and stop in front of every such layer until it is settled.
+Least squares over the inputs in the cut model also corrects the errors of earlier layers. A layer whose
+output is added to another value is fitted to the sum, so every block corrects the residual stream. Other
+layers behind a cut keep their weights, and only their mean is corrected: fitted weights come a little closer,
+but train worse (docs/experiments.md). Both models run once, side by side, and stop in front of every such
+layer until it is fitted.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from sparsebit.sparse.modules import SparseOpr
 log = logging.getLogger("sparsebit")
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-ROWS = 32  # positions that are looked at, for every weight of a filter: far more than there are unknowns
-LARGEST = 4608  # weights of a filter: sums take as many times as many numbers
-ROOM = 2**30  # bytes of values that wait; batches beyond it run from the start for every layer
+ROWS = 32  # positions per weight of a filter: far more than there are unknowns
+LARGEST = 4608  # weights of a filter: the sums take as many times as many numbers
+ROOM = 2**30  # bytes of values that wait; batches beyond it run again for every layer
 
 
 @dataclass(frozen=True)
 class Place:
-    """A layer behind a cut, in both graphs, and where its share ends: behind a norm, an addition."""
+    """A layer behind a cut, in both graphs, and the node where its share ends: behind a norm, or an addition."""
 
     layer: Layer
-    less: bool  # it reads less than before, and not so much that the sums are too large
+    less: bool  # it reads less than before, and the sums are not too large
     read: fx.Node
     node: fx.Node
     end: fx.Node
@@ -55,9 +57,9 @@ class Place:
 def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: bool | None) -> list[str]:
     """Change the weights of `small`, a graph with masks; returns the layers that were fitted."""
     places = list(_places(small, whole))
-    ends = Counter(place.whole_end for place in places)  # that are still to come
+    ends = Counter(place.whole_end for place in places)  # places that are still to come
     rows = ROWS / (length_hint(calls.batches) or 16)
-    wait = not (small.meta.get("islands") or whole.meta.get("islands"))  # nobody knows what an island keeps
+    wait = not (small.meta.get("islands") or whole.meta.get("islands"))  # an island may keep state
     draw = torch.Generator().manual_seed(0)
     pairs: list[tuple[_Paused, _Paused]] = []
     fitted = []
@@ -90,7 +92,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
 def _sums(
     place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator, batch: int, wait: bool
 ) -> Tensor | None:
-    """Of one batch; None where the layer cannot be compared: its output is stretched, or has no batch."""
+    """The sums of one batch; None if the outputs cannot be compared: they have another size, or no batch."""
     layer, norm, *_ = place.layer
     wanted = other.noted_at(place.whole_end)
     one.until(place.node)
@@ -99,14 +101,14 @@ def _sums(
     if has.shape != wanted.shape or has.shape != one.shapes[place.node]:
         return None
     if x.dim() != layer.weight.dim() and (norm is not None or not isinstance(layer, nn.Linear)):
-        return None  # channels are not where weights and norms look for them
+        return None  # channels are not where weights and norms expect them
     if not place.less:
         return total(place.layer, wanted - has, batch)
     return moment(place.layer, x, wanted - has, rows, draw, batch)
 
 
 def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Iterator[Call | None]:
-    """The batches, where some have to start; else only as many Nones."""
+    """The batches, if a graph has to start again; otherwise as many Nones."""
     if pairs and all(one.at for one, _ in pairs):
         yield from repeat(None, len(pairs))
         return
@@ -114,7 +116,7 @@ def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Itera
         yield None if i < len(pairs) and pairs[i][0].at else call
 
 
-# -- what is fitted --------------------------------------------------------------------------------------
+# -- layers to fit --------------------------------------------------------------------------------------
 def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
     once = _called_once(small)
     same = _called_once(whole)
@@ -144,7 +146,7 @@ def _places(small: fx.GraphModule, whole: fx.GraphModule) -> Iterator[Place]:
 
 
 def _behind(gm: fx.GraphModule) -> set[fx.Node]:
-    """Layers that have lost channels, and all that reads something of theirs."""
+    """Layers that have lost channels, and all nodes behind them."""
     found = set[fx.Node]()
     for node in gm.graph.nodes:
         module = None
@@ -167,7 +169,7 @@ def _called_once(gm: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def _linear(layer: Any) -> bool:
-    """Its weights are read as they are, and its output is a matrix times what it reads."""
+    """Are its weights used without a change, and is its output a matrix times its input?"""
     if not isinstance(layer, SparseOpr) or not isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
         return False
     stored = "weight" in layer._parameters
@@ -176,7 +178,8 @@ def _linear(layer: Any) -> bool:
 
 
 def _end(node: fx.Node, gm: fx.GraphModule, once: set[str]) -> tuple[str, bool, fx.Node]:
-    """The norm behind a layer, and the last node that its output goes to, as it is or normed; does that one add?"""
+    """The norm behind a layer, whether its output is added, and the last node before another op uses the
+    output."""
     norm = ""
     while len(node.users) == 1:
         (user,) = node.users
@@ -199,13 +202,14 @@ def _renewable(norm: Any) -> bool:
 
 # -- runs that wait --------------------------------------------------------------------------------------
 class _Paused(Runner):
-    """A graph on one batch, that stops in front of a node and goes on later; keeps only what is still read."""
+    """A graph on one batch that stops in front of a node and goes on later. It keeps only values that are
+    still needed."""
 
     def __init__(self, gm: fx.GraphModule, wanted: Mapping[fx.Node, int] | None = None):
         super().__init__(gm, garbage_collect_values=True)
         self.nodes = list(gm.graph.nodes)
         self.places = {node: i for i, node in enumerate(self.nodes)}
-        self.wanted = {} if wanted is None else wanted  # how often each will be asked for once more
+        self.wanted = {} if wanted is None else wanted  # how often each node will be asked for
         self.noted: dict[fx.Node, Tensor] = {}
         self.shapes: dict[fx.Node, Any] = {}
         self.at = 0
@@ -221,17 +225,17 @@ class _Paused(Runner):
         self.take(call)
 
     def until(self, stop: fx.Node, past: bool = False) -> None:
-        """Run what comes before a node, or also the node."""
+        """Run all nodes in front of a node; `past`: and the node."""
         end = self.places[stop] + past
         for node in self.nodes[self.at : end]:
-            with torch.no_grad():  # the graph may say otherwise for a while
+            with torch.no_grad():  # the graph may switch gradients on
                 value = self.run_node(node)
             self.env[node] = value = value.detach() if isinstance(value, Tensor) else value
             if node.op == "placeholder":
                 self.inputs.pop(str(node.target).lstrip("*"))
             self.shapes[node] = getattr(value, "shape", None)
             if node in self.wanted and (self.wanted[node] or node is stop):
-                self.noted[node] = value.clone()  # what follows may write into it
+                self.noted[node] = value.clone()  # later nodes may write into it
             for gone in self.user_to_last_uses.get(node, []):
                 del self.env[gone]
         self.at = max(self.at, end)
@@ -249,11 +253,11 @@ class _Paused(Runner):
         return value
 
     def ahead(self, node: fx.Node) -> Tensor:
-        """The value of a node further on, without going there."""
+        """The value of a later node; the run stays where it is."""
         at = self.at
         env = self.env
         memo = dict[int, Any]()
-        self.env = {  # what runs may write into these
+        self.env = {  # the run may write into these values
             source: value if source.op == "get_attr" else copy.deepcopy(value, memo)
             for source, value in env.items()
         }

@@ -1,7 +1,8 @@
-"""Linear layers by least squares: sums over the data first, then the weights. One pass, no step size, no labels.
+"""Linear layers by least squares: sums over the data first, then the weights. One pass, no step size, no
+targets.
 
-Where a batch norm follows, the length of a filter changes nothing but how fast training turns it, so filters get a
-length that is asked for (what that is worth: docs/decisions.md), and the norm what makes up for it.
+If a batch norm follows, the norm of a filter only changes how fast training turns the filter. So filters get
+a wanted norm (docs/experiments.md has the measurements), and the batch norm makes up for it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DAMPING = (1e-4, 1e-2, 1.0)  # of the mean variance of what is read
-CONSTANT = 1e-8  # of the mean square of what is read: less variance than this is rounding
+DAMPING = (1e-4, 1e-2, 1.0)  # of the mean variance of the inputs
+CONSTANT = 1e-8  # of the mean square of the inputs: a smaller variance is rounding
 PIECE = 1 << 24  # numbers at a time
-LEAST = 1024  # positions of a batch that are looked at
+LEAST = 1024  # positions of a batch
 
 
 class Layer(NamedTuple):
-    """A linear layer or a convolution without groups, perhaps with a batch norm behind it; what it reads and makes."""
+    """A linear layer or a convolution without groups, perhaps with a batch norm behind it; its kept inputs
+    and outputs."""
 
     linear: Any
     norm: Any = None
@@ -33,10 +35,10 @@ class Layer(NamedTuple):
 def moment(
     layer: Layer, x: Tensor, y: Tensor, per_weight: float, draw: torch.Generator, batch: int = 0
 ) -> Tensor:
-    """Sums over x' [x' y]: x' is what a filter reads at a position, and a one; y what is wanted there.
+    """Sums over x' [x' y]: x' is the input of a filter at a position and a one, y is the wanted output there.
 
-    Two of them, of every other image: what is fitted to one can be tried on the other.
-    per_weight   positions, drawn at random, for every weight of a filter; LEAST or more
+    There are two sums, each over every other image. A fit to one can be tested on the other.
+    per_weight   positions per weight of a filter, drawn at random; at least LEAST
     """
     linear = layer.linear
     images = len(y)
@@ -65,7 +67,7 @@ def moment(
 
 
 def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
-    """The same without x: how many positions, and the sum over y."""
+    """The same without x: the number of positions, and the sum over y."""
     if isinstance(layer.linear, nn.Linear):
         rows = y
     else:
@@ -79,7 +81,7 @@ def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
 
 
 def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """What the filters read at these positions of their output: as many rows."""
+    """The inputs of the filters at these positions of their output, one row each."""
     if len(at) == 1:
         return x[at[0]]
     starts = [place * stride for place, stride in zip(at[1:], linear.stride)]
@@ -91,21 +93,22 @@ def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
 
 
 def _at(value: Tensor, at: Sequence[Tensor]) -> Tensor:
-    """All channels at these positions: as many rows."""
+    """All channels at these positions, one row each."""
     index: Any = (at[0], slice(None), *at[1:])
     return value[index]
 
 
 def solve(sums: Tensor, size: float, layer: Layer) -> None:
-    """Set the layer to what comes closest; with a norm, filters get the length `size`."""
+    """Set the layer to the closest fit; with a norm, filters get the norm `size`."""
     matrix, bias = _solution(sums, True, DAMPING[0])
     _set(layer, sums, matrix, bias, size)
 
 
 def renew(layer: Layer, halves: Tensor) -> bool:
-    """Change the layer by what y lacks, as far as that holds for data it was not fitted to.
+    """Change the layer to add y to its output, as far as that holds for data that it was not fitted to.
 
-    Returns whether weights were changed; without x, or with little data, it is the mean alone or nothing.
+    Returns whether weights were changed. Without x, or with little data, only the mean is corrected, or
+    nothing.
     """
     linear = layer.linear
     norm = layer.norm
@@ -132,7 +135,8 @@ def renew(layer: Layer, halves: Tensor) -> bool:
 
 
 def _change(sums: Tensor, free: bool, how: str | float) -> tuple[Tensor, Tensor]:
-    """Of the weights, and of what is added, if that is free: "none", the "mean", or a fit with so much damping."""
+    """The change of the weights and of the constant, if it is free: "none", the "mean", or a fit with some
+    damping."""
     if isinstance(how, float):
         return _solution(sums, free, how)
     n = len(sums) - 1
@@ -141,9 +145,10 @@ def _change(sums: Tensor, free: bool, how: str | float) -> tuple[Tensor, Tensor]
 
 
 def _best(halves: Tensor, free: bool, makes: Any) -> str | float:
-    """The change with which each half comes closest when it is made for the other."""
+    """The kind of change that is closest for each half when it is made on the other half."""
     n = halves.shape[1] - 1
-    enough = n and bool((halves[:, n, n] >= n / 2).all())  # else data says little about so many weights
+    # otherwise there is too little data for so many weights
+    enough = n and bool((halves[:, n, n] >= n / 2).all())
     errors: dict[str | float, float] = dict.fromkeys(("none", "mean", *(DAMPING if enough else ())), 0.0)
     for how in errors:
         for fitted, held in (halves, halves.flip(0)):
@@ -153,13 +158,13 @@ def _best(halves: Tensor, free: bool, makes: Any) -> str | float:
 
 
 def _error(matrix: Tensor, sums: Tensor, makes: Any) -> float:
-    """The square of y less matrix times x', without the part of y alone."""
+    """The sum of squares of y minus the matrix times x', without the constant part of y."""
     n = len(sums)
     return float((matrix @ sums[:, :n] * matrix).sum() - 2 * (matrix * sums[:, n:].T[makes]).sum())
 
 
 def _solution(sums: Tensor, free: bool, damping: float) -> tuple[Tensor, Tensor]:
-    """The matrix and what is added, if that is free."""
+    """The matrix, and the constant if it is free."""
     n = len(sums) - 1
     mean = sums[n] / sums[n, n] * free  # of x, of the one, of y
     moved = sums[:n] / sums[n, n] - mean[:n, None] * mean

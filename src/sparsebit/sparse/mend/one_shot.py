@@ -1,8 +1,9 @@
-"""After the choice, before the cut: layers that read removed channels are refit in one step.
+"""After the choice, before the cut: fit layers that read removed channels, in one step.
 
-A removed channel is approximated, position by position, from the kept ones, x_d = A x_k with A = H_kk^-1 H_kd of the
-inputs' second moments H, and its weights are added to theirs: W_k += W_d A^T. That is the least-squares answer for a
-Linear layer (He et al., Channel Pruning, 2017), works for kernels of any size, and needs one pass and C x C numbers.
+A removed channel is approximated from the kept ones at the same position: x_d = A x_k with A = H_kk^-1 H_kd,
+where H are the second moments of the inputs. Its weights are added to theirs: W_k += W_d A^T. This is the
+least-squares answer for a Linear layer (He et al., Channel Pruning, 2017). It works for kernels of any size
+and needs one pass and C x C numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sparsebit.sparse.sparsers import base
 
 @torch.no_grad()
 def refit(cut: Cut, oprs: dict[str, Any]) -> None:
-    """Change the weights of the layers that read what `cut` removes, where data was seen."""
+    """Change the weights of the layers that read removed channels, where moments were collected."""
     for part in cut.walk.slices.values():
         opr, name = owner_of(part.path, oprs)
         if opr is None or name != "weight" or part.produces or part.axis != base.in_axis(opr):

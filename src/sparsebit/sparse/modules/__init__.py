@@ -1,4 +1,5 @@
-"""Layers with masks. What a layer computes is its own class's business; here its parameters are masked on the way."""
+"""Layers with masks. The class of a layer computes its output; here its parameters are masked before the
+call."""
 
 from __future__ import annotations
 

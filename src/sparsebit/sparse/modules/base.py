@@ -1,7 +1,9 @@
-"""SparseOpr: a layer whose parameters are multiplied by masks, and by the learned gates of its sparser, when it runs.
+"""SparseOpr: a layer that multiplies its parameters with masks, and with learned gates of its sparser, when
+it runs.
 
-The class is that of the layer itself, so what works on `nn.Conv2d` works on `SConv2d`. Masks are buffers: `w_mask` of
-the weight, `b_mask` of the bias, `<name>_mask` of any other parameter, also of those in modules that the layer holds.
+It is a subclass of the layer's class, so code for `nn.Conv2d` works with `SConv2d`. Masks are buffers:
+`w_mask` for the weight, `b_mask` for the bias, `<name>_mask` for other parameters, also for those of modules
+inside the layer.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ def mask_name(parameter: str) -> str:
 
 class SparseOpr(nn.Module):
     normed = False  # a batch norm follows
-    moments: Any = None  # of its inputs (refit.py)
+    moments: Any = None  # of its inputs (choose/moments.py)
     sparser: Any
 
     def __init__(self, org_module: nn.Module | None = None, config: Any = None):
-        """Without a layer, as a class of the original's style calls it: such a class takes what it needs by itself."""
+        """Classes in the original's style call this without a layer and copy the attributes that they need."""
         nn.Module.__init__(self)
         self.sparser = None
         if org_module is None:
@@ -47,11 +49,11 @@ class SparseOpr(nn.Module):
         self.sparser = build_sparser(config, self).train(self.training)
 
     def layer_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of the layer, without its sparser's."""
+        """The parameters of the layer, without those of its sparser."""
         return {k: p for k, p in self.named_parameters() if not k.startswith("sparser.")}
 
     def mask_of(self, parameter: str) -> Tensor:
-        """All ones for a parameter without a mask, as a class of the user's own may have it."""
+        """The mask of a parameter; ones if a user's class has no mask for it."""
         mask = self._buffers.get(mask_name(parameter))
         if mask is None:
             return torch.ones_like(self.get_parameter(parameter), dtype=torch.bool)
@@ -59,17 +61,18 @@ class SparseOpr(nn.Module):
 
     @property
     def masks_itself(self) -> bool:
-        """Whether the class defines its own calc_mask(pre_mask), as those of the original's style do."""
+        """Does the class define calc_mask(pre_mask), as classes in the original's style do?"""
         return type(self).calc_mask is not SparseOpr.calc_mask
 
     def calc_mask(self, pre_mask: Tensor | None = None) -> Tensor | None:
-        """Set the masks of this layer alone, as its sparser says. calc_params() calls it where a subclass has its own.
+        """Set the masks of this layer as its sparser decides. calc_params() calls it if a subclass defines
+        it.
 
-        pre_mask   which channels the layer in front of this one keeps, if it told
-        Returns which channels this one keeps, if whole channels go.
+        pre_mask   which channels the layer in front keeps, if known
+        Returns which channels this layer keeps, if whole channels are pruned.
         """
         weight = getattr(self, "weight", None)
-        if weight is None or weight.dim() < 2:  # a norm keeps what it reads
+        if weight is None or weight.dim() < 2:  # a norm keeps its input channels
             if pre_mask is not None:
                 for name in self.layer_parameters():
                     self.mask_of(name).copy_(pre_mask)
@@ -100,7 +103,7 @@ class SparseOpr(nn.Module):
 
     @contextmanager
     def using(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the layer has these values for parameters."""
+        """Inside, the layer has these values as parameters."""
         changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for name, value in values.items():
             owner, _, last = name.rpartition(".")

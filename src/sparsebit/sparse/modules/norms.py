@@ -1,4 +1,4 @@
-"""Norms. Those over all channels take their statistics, once some are lost, from the channels that are left."""
+"""Norms. A norm over all channels takes its statistics from the kept channels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class SBatchNorm2d(SparseOpr, nn.BatchNorm2d):
 
 
 class _OverKept(SparseOpr):
-    """`kept` says which channels, along `axis`, the statistics are over; the others come out as zero."""
+    """`kept` tells which channels along `axis` the statistics are over; the other channels of the output are
+    zero."""
 
     kept: Tensor
     axis = -1
@@ -38,7 +39,7 @@ class _OverKept(SparseOpr):
         return True
 
     def of_kept(self, input: Tensor) -> Tensor:
-        """What the layer computes of an input that has the kept channels only."""
+        """The output of the layer for an input that has only the kept channels."""
         out: Tensor = super(SparseOpr, self).forward(input)
         return out
 
@@ -83,7 +84,7 @@ class SRMSNorm(_OverLastAxis, nn.RMSNorm):
 
 @register_smodule(sources=[nn.GroupNorm])
 class SGroupNorm(_OverKept, nn.GroupNorm):
-    """Of one group; others lose whole groups, and their `kept` stays as it is."""
+    """With one group it works like a layer norm. Otherwise whole groups are removed, and `kept` is not used."""
 
     axis = 1
 

@@ -1,4 +1,4 @@
-"""Which masked class stands for which layer, and masked classes of layers that have none."""
+"""Which masked class replaces which layer, and masked classes for layers without one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def sparse_module(org_module: nn.Module) -> SparseOpr:
 
 
 def masked_class(kind: type[nn.Module]) -> type[SparseOpr]:
-    """Of a class of the user's, or a layer without a file: masks work on any module."""
+    """The masked class of a user's class, or of a layer without a registered one: masks work on any module."""
     return type(f"S{kind.__name__}", (SparseOpr, kind), {"__reduce_ex__": _by_kind})
 
 
 def _by_kind(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """pickle finds classes by their names; this one is made anew from the class it is of."""
+    """pickle finds classes by name; this class is made again from the class that it masks."""
     _, _, *state = super(type(self), self).__reduce_ex__(protocol)
     return (_without_init, (type(self).__bases__[1],), *state)
 

@@ -1,6 +1,7 @@
-"""mean, var and their like over channels, as norms written by hand have them: taken from the channels that are left.
+"""mean, var and the like over channels, as in norms that a forward computes: they are taken from the kept
+channels.
 
-The smaller model does that by itself. In a masked one the call is a module, which has a mask of what it is over.
+The smaller model needs no help. In a masked model the call becomes a module with a mask of the values to use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sparsebit.graph.run.calls import device_of
 
 
 class Statistic(nn.Module):
-    """`kept` is empty, or has a one behind its channels for every axis behind theirs: (C, 1, 1) for pictures."""
+    """`kept` is empty, or has a size of 1 for every axis behind the channels: (C, 1, 1) for pictures."""
 
     kept: Tensor
 
@@ -33,14 +34,14 @@ class Statistic(nn.Module):
         return self.target(input, *args, **kwargs)
 
     def set(self, kept: Tensor) -> None:
-        """Nothing is looked at in a forward where all are kept."""
+        """With all channels kept, the forward does nothing extra."""
         self.kept = (kept[:0].flatten() if bool(kept.all()) else kept).to(self.kept.device)
 
     def extra_repr(self) -> str:
         return str(getattr(self.target, "__name__", self.target))
 
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        """A model that has not seen an input yet takes a mask of any shape."""
+        """A model that has not seen an input yet accepts a mask of any shape."""
         known = state.get(f"{prefix}kept")
         if isinstance(known, Tensor) and known.shape != self.kept.shape:
             self.kept = torch.ones(known.shape, dtype=torch.bool, device=self.kept.device)
@@ -48,7 +49,7 @@ class Statistic(nn.Module):
 
 
 def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
-    """Put a module in the place of a call; the node keeps its name."""
+    """Replace a call by a module; the node keeps its name."""
     made = Statistic(node.target).train(gm.training).to(device_of(gm))
     node.op = "call_module"
     node.target = fresh_name(gm, f"{node.name}_kept")
@@ -57,6 +58,6 @@ def as_statistic(gm: fx.GraphModule, node: fx.Node) -> Statistic:
 
 
 def statistics_of(gm: fx.GraphModule) -> dict[str, Statistic]:
-    """By the name of their node."""
+    """The statistics by the name of their node."""
     found = {n.name: gm.get_submodule(str(n.target)) for n in gm.graph.nodes if n.op == "call_module"}
     return {name: module for name, module in found.items() if isinstance(module, Statistic)}

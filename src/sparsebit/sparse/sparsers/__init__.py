@@ -1,4 +1,4 @@
-"""Sparsers: what decides which channels or weights matter least. A file here that registers one is all it takes."""
+"""Sparsers score channels and weights. A new file here that registers a class adds one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register_sparser(cls: S) -> S:
 
 
 def build_sparser(config: Any, opr: Any = None) -> Sparser:
-    """The sparser that a SparseConfig, or its SPARSER section, asks for; `opr` is the layer it is for."""
+    """The sparser that a SparseConfig, or its SPARSER section, asks for, for the layer `opr`."""
     section = getattr(config, "sparser", config)
     return SPARSERS_MAP[section.strategy](config, opr)
 

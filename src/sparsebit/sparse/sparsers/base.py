@@ -1,9 +1,10 @@
-"""Sparser: one per layer; gives the worth of its weights, and of its channels. What is worth least goes.
+"""Sparser: one per layer. It scores the weights and channels of the layer; the lowest scores are removed.
 
-A new sparser is a file with a class that has a STRATEGY and `weights(layer)`, the worth of every single weight; the
-worth of a channel is their sum unless it says otherwise in `channels(layer, name, axis)`. One that needs data says so
-in NEEDS, and collects what it wants in `see(layer, x, y)`, batch by batch. A sparser as the original had them defines
-`calc_mask(x)` instead: it gets a weight, and returns its mask (decided.py).
+A new sparser is a file with a class that has a STRATEGY and `weights(layer)`, the score of every single
+weight. The score of a channel is their sum, unless `channels(layer, name, axis)` returns another one. A
+sparser that needs data sets NEEDS, and collects the data in `see(layer, x, y)`, batch by batch. A sparser in
+the original's style defines `calc_mask(x)` instead: it gets a weight and returns its mask
+(choose/plugin_masks.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from sparsebit.config import Config
 from sparsebit.errors import ConfigError
 from sparsebit.numeric.masks import keep_best
 
-OTHERS = {"l1norm": "", "wanda": " with batches", "taylor": " with batches and a loss"}  # judge most layers
+# these can judge most layers
+OTHERS = {"l1norm": "", "wanda": " with batches", "taylor": " with batches and a loss"}
 BOTH = ("structured", "unstructured")
 
 
@@ -28,8 +30,8 @@ class Sparser(nn.Module):
     STRATEGY: ClassVar[str] = ""
     KINDS: ClassVar[tuple[str, ...]] = BOTH
     NEEDS: ClassVar[str] = ""  # "batches", or "gradients": batches with a loss
-    COMPARABLE: ClassVar[bool] = False  # worths of different layers are on one scale
-    JUDGES: ClassVar[str] = "layers with weights"  # for a message, where a model has none of them
+    COMPARABLE: ClassVar[bool] = False  # are scores of different layers on one scale?
+    JUDGES: ClassVar[str] = "layers with weights"  # for a message, if a model has no such layers
     PER_ROW: ClassVar[bool] = False  # single weights compete inside an output channel, not inside the layer
 
     class Params(Config):
@@ -45,11 +47,11 @@ class Sparser(nn.Module):
         self.ratio: float = self.cfg.ratio
         if self.cfg.pattern:
             n, m = self.pattern = tuple(map(int, self.cfg.pattern.split(":")))
-            self.ratio = 1 - n / m  # what the pattern takes; zero keeps the layer whole
+            self.ratio = 1 - n / m  # the ratio of the pattern; zero keeps the layer whole
         self.params = self.cfg.params(self.STRATEGY)
 
     def set_ratio(self, ratio: float) -> None:
-        """The share of this layer that goes; counts from the next calc_params() on."""
+        """Set the share of this layer to remove; it counts from the next calc_params() on."""
         if not 0 <= ratio <= 1:
             raise ConfigError(f"ratio: must be from 0 to 1, got {ratio}")
         if self.pattern and ratio:
@@ -62,14 +64,14 @@ class Sparser(nn.Module):
 
     # -- what a subclass defines ---------------------------------------------------------------------
     def weights(self, layer: nn.Module, name: str = "weight") -> Tensor:
-        """Worth of every weight, in the shape of the parameter `name`."""
+        """The score of every weight, in the shape of the parameter `name`."""
         raise NotImplementedError(f"{type(self).__name__} must define weights(layer, name) or calc_mask(x)")
 
     def calc_mask(self, x: Tensor) -> Tensor:
-        """The mask of the weight `x`: true, or one, for what stays. `self.ratio` says how much goes.
+        """The mask of the weight `x`: true, or one, for kept positions. `self.ratio` is the share to remove.
 
-        This one is for layers of the user's own, which ask for it. A subclass that defines it decides with it: single
-        weights, or whole output channels where TYPE is structured.
+        Layers of a user call it. A subclass that defines it decides with it about single weights, or about
+        whole output channels if TYPE is structured.
         """
         layer = nn.Module()
         layer.register_parameter("weight", nn.Parameter(x.detach(), requires_grad=False))
@@ -78,14 +80,14 @@ class Sparser(nn.Module):
         worth = self.channels(layer, "weight", 0, True)
         if worth is None:
             raise ConfigError(
-                f"STRATEGY: {self.strategy} says nothing about single weights; use l1norm, or another"
+                f"STRATEGY: {self.strategy} cannot score single weights; use l1norm, or another"
             )
         kept = keep_best(worth, self.ratio)
         return kept.view(-1, *[1] * (x.dim() - 1)).expand(x.shape)
 
     @property
     def decides(self) -> bool:
-        """Whether a subclass decides by calc_mask(x), and not by the worth of weights."""
+        """Does a subclass decide by calc_mask(x), and not by scores?"""
         classes = type(self).__mro__
         masks, worths = (
             next(cls for cls in classes if name in vars(cls)) for name in ("calc_mask", "weights")
@@ -93,23 +95,23 @@ class Sparser(nn.Module):
         return masks is not Sparser and issubclass(masks, worths)
 
     def channels(self, layer: nn.Module, name: str, axis: int, makes: bool) -> Tensor | None:
-        """Worth of every position on `axis` of the parameter `name`; None: it says nothing about them.
+        """The score of every position on `axis` of the parameter `name`; None if it cannot judge them.
 
-        makes   the axis is that of the channels that the layer makes; else it reads them. Both count: a filter that
-                nobody listens to is worth as little as one that says nothing.
+        makes   is it the axis of the channels that the layer makes? Otherwise the layer reads them. Both count: a
+                filter without readers is as useless as a filter without output.
         """
         if layer.get_parameter(name).dim() > 1:
             return per_channel(self.weights(layer, name), axis)
         return None
 
     def see(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """One forward of the layer (NEEDS); with gradients, `output` takes part in the backward that follows."""
+        """One forward of the layer (NEEDS). With gradients, `output` takes part in the backward that follows."""
 
     def see_gradients(self, layer: nn.Module) -> None:
-        """After the backward of a batch: parameters have the gradient of that batch."""
+        """Called after the backward of a batch: the parameters have the gradients of that batch."""
 
     def penalty(self, layer: nn.Module) -> Tensor | None:
-        """What is added to the training loss, if this sparser learns while the model trains."""
+        """The term for the training loss, if this sparser learns while the model trains."""
         return None
 
     def gate(self, layer: nn.Module, name: str) -> Tensor | None:
@@ -117,13 +119,13 @@ class Sparser(nn.Module):
         return None
 
     def skips(self, layer: nn.Module) -> bool:
-        """Whether it has no way with the single weights of this layer: they all stay."""
+        """Is this sparser unable to judge the single weights of this layer? They are all kept then."""
         return False
 
     def solve(
         self, layer: nn.Module, ratio: float, pattern: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor] | None:
-        """New weights and their mask, of a sparser that also corrects the weights that stay."""
+        """New weights and their mask, for a sparser that also corrects the kept weights."""
         return None
 
     def extra_repr(self) -> str:
@@ -131,7 +133,7 @@ class Sparser(nn.Module):
 
 
 def cannot_judge(sparsers: Iterable[Sparser]) -> ConfigError:
-    """What to say where nothing can go, for no sparser says anything about any layer."""
+    """The error for a model in which no sparser can judge any layer."""
     judges = dict(sorted((s.strategy, f"{s.strategy} judges {s.JUDGES}") for s in sparsers))
     others = [f"{name}{how}" for name, how in OTHERS.items() if name not in judges]
     return ConfigError(
@@ -142,26 +144,29 @@ def cannot_judge(sparsers: Iterable[Sparser]) -> ConfigError:
 
 # -- what layers look like -------------------------------------------------------------------------------
 def is_weighted(layer: nn.Module) -> bool:
-    """A matrix product: its weight has an axis of inputs and one of outputs."""
+    """Is it a matrix product, whose weight has an axis of inputs and one of outputs?"""
     return isinstance(layer, (nn.Linear, _ConvNd))
 
 
 def by_output(layer: nn.Module, name: str, value: Tensor) -> Tensor:
-    """The parameter `name`, or what has its shape, as (outputs, the inputs that each reads, ...); twice: as it was."""
+    """The parameter `name`, or a tensor of its shape, as (outputs, inputs of each, ...). A second call
+    restores the order."""
     if name != "weight" or not isinstance(layer, _ConvTransposeNd):
         return value
     return value.unflatten(0, (layer.groups, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def per_output(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
-    """Worth of every weight -> of every channel that the layer makes."""
+    """From the score of every weight to the score of every channel that the layer makes."""
     return per_channel(by_output(layer, name, worth), int(isinstance(layer, nn.Embedding)))
 
 
 def on_axis(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
-    """Worth of every channel that the layer makes -> of every position on the axis of the parameter that has them.
+    """From the score of every channel that the layer makes to the score of every position on their axis of
+    the parameter.
 
-    A transposed convolution has those of one group there: the same channel of every group is one position.
+    A transposed convolution has the channels of one group there: the same channel of every group is one
+    position.
     """
     if name != "weight" or not isinstance(layer, _ConvTransposeNd):
         return worth
@@ -169,24 +174,24 @@ def on_axis(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
 
 
 def in_axis(layer: nn.Module) -> int:
-    """The axis of layer.weight on which the channels that it reads are."""
+    """The axis of layer.weight with the input channels."""
     return int(not isinstance(layer, _ConvTransposeNd))
 
 
 def output_axis(layer: nn.Module, output: Tensor) -> int:
-    """The axis of the channels in what the layer returns, which has a batch."""
+    """The axis of the channels in the output of the layer, which has a batch."""
     if isinstance(layer, (_ConvNd, _NormBase)):
         return 1
     return output.dim() - 1
 
 
 def input_axis(layer: nn.Module, x: Tensor) -> int:
-    """The axis of the channels in what the layer reads."""
+    """The axis of the channels in the input of the layer."""
     return x.dim() - 1 - (layer.weight.dim() - 2 if isinstance(layer, _ConvNd) else 0)
 
 
 def along_inputs(layer: Any, vector: Tensor) -> Tensor:
-    """One value per input channel -> what broadcasts with layer.weight."""
+    """Bring one value per input channel into a shape that broadcasts with layer.weight."""
     if not isinstance(layer, _ConvNd):
         return vector
     tail = [1] * (layer.weight.dim() - 2)
@@ -197,7 +202,7 @@ def along_inputs(layer: Any, vector: Tensor) -> Tensor:
 
 
 def ends_channels(layer: Any, makes: bool) -> bool:
-    """Whether channels are final behind this layer: a batch norm, or a layer that none follows."""
+    """Are channels final behind this layer: is it a batch norm, or a layer without a batch norm behind it?"""
     return isinstance(layer, _NormBase) or (makes and not getattr(layer, "normed", False))
 
 

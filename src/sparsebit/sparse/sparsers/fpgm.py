@@ -1,6 +1,6 @@
-"""FPGM: filters near the geometric median of their layer go, for the others can stand in for them.
+"""FPGM: remove filters near the geometric median of their layer, because the other filters can replace them.
 
-He et al., Filter Pruning via Geometric Median, 2019: worth of filter i = sum over j of |F_i - F_j|.
+He et al., Filter Pruning via Geometric Median, 2019: the score of filter i is the sum over j of |F_i - F_j|.
 """
 
 from __future__ import annotations

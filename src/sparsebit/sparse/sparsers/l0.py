@@ -34,7 +34,7 @@ class L0Sparser(base.Sparser):
     def __init__(self, config: Any, opr: Any = None):
         super().__init__(config, opr)
         self.log_alpha: nn.Parameter | None = None
-        self._drawn: Tensor | None = None  # what the weight was multiplied with, for the bias
+        self._drawn: Tensor | None = None  # the factor of the weight, for the bias
         if opr is None or not self._gated(opr):
             return
         shape = base.by_output(opr, "weight", opr.weight).shape
@@ -66,7 +66,7 @@ class L0Sparser(base.Sparser):
         return self._as_weight(layer, self._drawn)
 
     def _as_weight(self, layer: Any, gates: Tensor) -> Tensor:
-        """Gates are kept by output; what a transposed convolution has on its first axis are inputs."""
+        """Gates are stored by output, but the first axis of a transposed convolution has inputs."""
         rows = base.by_output(layer, "weight", layer.weight)
         return base.by_output(layer, "weight", gates.expand(rows.shape))
 

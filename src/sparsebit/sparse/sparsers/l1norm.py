@@ -1,4 +1,4 @@
-"""L1 norm: what has the smallest absolute values goes (Li et al., Pruning Filters for Efficient ConvNets, 2017)."""
+"""L1 norm: remove the smallest absolute values (Li et al., Pruning Filters for Efficient ConvNets, 2017)."""
 
 from __future__ import annotations
 

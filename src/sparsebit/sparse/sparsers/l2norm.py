@@ -1,4 +1,4 @@
-"""L2 norm: what has the least energy goes; a single large weight counts for more than in l1norm."""
+"""L2 norm: remove the least energy; a single large weight counts for more than in l1norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""LAMP: energy of a weight over that of all weights of the layer that are at least as large; made for SCOPE: global.
+"""LAMP: the energy of a weight over that of all weights of the layer that are at least as large; for SCOPE:
+global.
 
 Lee et al., Layer-Adaptive Sparsity for the Magnitude-based Pruning, 2021.
 """

@@ -1,6 +1,7 @@
-"""Slimming: channels that batch norm scales down go (Liu et al., Network Slimming, 2017).
+"""Slimming: remove channels with a small scale in their batch norm (Liu et al., Network Slimming, 2017).
 
-Train with `loss + smodel.penalty()` first: strength * sum |gamma| drives the scales of useless channels to zero.
+Train with `loss + smodel.penalty()` first: strength * sum |gamma| drives the scales of useless channels to
+zero.
 """
 
 from __future__ import annotations

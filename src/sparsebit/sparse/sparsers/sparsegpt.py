@@ -1,6 +1,6 @@
-"""SparseGPT: like wanda it looks at the inputs, and it corrects the weights that stay (numeric/solvers/sparsegpt.py).
+"""SparseGPT: it uses the inputs like wanda, and it corrects the kept weights (numeric/solvers/sparsegpt.py).
 
-For Linear layers, and convolutions without groups; other layers stay whole.
+It is for Linear layers and convolutions without groups; other layers are kept whole.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SparseGPTSparser(base.Sparser):
         self, layer: Any, ratio: float, pattern: tuple[int, int] | None
     ) -> tuple[Tensor, Tensor] | None:
         flat = layer.weight.detach()
-        order = (0, *range(2, flat.dim()), 1)  # input channels last: they are what n:m counts along
+        order = (0, *range(2, flat.dim()), 1)  # input channels last: n:m counts along them
         moved = flat.permute(order)
         matrix, mask = sparsegpt(
             moved.flatten(1),
@@ -62,7 +62,7 @@ class SparseGPTSparser(base.Sparser):
 
 
 def columns(layer: Any, x: Tensor) -> Tensor | None:
-    """The rows that the weight matrix is multiplied with; its columns are (kernel position, input channel)."""
+    """The inputs of the weight matrix, one row each; its columns are (kernel position, input channel)."""
     x = x.detach().float()
     if isinstance(layer, nn.Linear):
         return x.flatten(0, -2)

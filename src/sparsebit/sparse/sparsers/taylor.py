@@ -1,7 +1,7 @@
-"""Taylor: what the loss would change by, to first order, if a channel (or weight) were zero.
+"""Taylor: the change of the loss, to first order, if a channel (or weight) were zero.
 
-Molchanov et al., Importance Estimation for Neural Network Pruning, 2019: the mean over batches of (sum g w)^2, taken
-at the batch norm behind a layer where there is one, so that the whole channel is meant.
+Molchanov et al., Importance Estimation for Neural Network Pruning, 2019: the mean over batches of (sum g
+w)^2. If a batch norm follows the layer, its weights are used, so that the score is that of the whole channel.
 """
 
 from __future__ import annotations

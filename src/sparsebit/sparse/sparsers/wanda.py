@@ -1,4 +1,4 @@
-"""Wanda: |w| times the size of what it is multiplied with; weights compete inside a row.
+"""Wanda: |w| times the norm of its input; weights compete inside a row.
 
 Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023.
 """

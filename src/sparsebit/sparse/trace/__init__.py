@@ -1,1 +1,1 @@
-"""A user's model becomes a graph: traced, in the form that channel rules know, over the same parameters."""
+"""A user's model becomes a graph in the form that channel rules know, over the same parameters."""

@@ -1,7 +1,7 @@
-"""torch's own attention blocks, written so that they can be traced and lose heads.
+"""torch's attention blocks, rewritten so that they can be traced and lose heads.
 
-nn.MultiheadAttention ties the number of heads to the width of its input; these have a Linear for each of query, key,
-value and output, so that both can be cut.
+nn.MultiheadAttention ties the number of heads to the width of its input. The blocks here have a Linear for
+each of query, key, value and output, so both can be cut.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from sparsebit.graph.trace.dropout import Rate
 
 
 def closed_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that can be opened, by path."""
+    """The blocks that have an open form, by path."""
     modules = model.named_modules(remove_duplicate=False)
     return {path: m for path, m in modules if type(m) in OPEN and _can_open(m)}
 
 
 def open_blocks(model: fx.GraphModule) -> None:
-    """Replace them in place."""
+    """Replace the blocks by their open forms, in place."""
     made: dict[int, nn.Module] = {}
     for path, module in reversed(closed_blocks(model).items()):  # inner ones first
         if id(module) not in made:
@@ -32,14 +32,14 @@ def open_blocks(model: fx.GraphModule) -> None:
 
 
 def _can_open(module: nn.Module) -> bool:
-    """Keys that are added to those of the input have no form here."""
+    """Is there an open form? There is none for keys that are added to those of the input."""
     return not isinstance(module, nn.MultiheadAttention) or (
         module.bias_k is None and not module.add_zero_attn
     )
 
 
 def attention_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, keys: Tensor) -> Tensor:
-    """Both masks as one that is added to the scores; `keys` has the axes (batch, heads, tokens, dim)."""
+    """Both masks as one, which is added to the scores; `keys` has the axes (batch, heads, tokens, dim)."""
     total = keys.new_zeros(())
     if attn_mask is not None:
         mask = _added(attn_mask, keys)
@@ -53,14 +53,14 @@ def attention_mask(attn_mask: Tensor | None, key_padding_mask: Tensor | None, ke
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """True: ignore."""
+    """A boolean mask is true where the score is ignored."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
 class OpenAttention(nn.Module):
-    """nn.MultiheadAttention; the weights that it gives back, if asked for, are those before dropout."""
+    """nn.MultiheadAttention. If the weights are asked for, they are those before dropout."""
 
     def __init__(self, source: nn.MultiheadAttention):
         super().__init__()
@@ -89,7 +89,7 @@ class OpenAttention(nn.Module):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # says what attn_mask is
+        is_causal: bool = False,  # describes attn_mask, and changes nothing
     ) -> tuple[Tensor, Tensor | None]:
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
@@ -114,7 +114,7 @@ class OpenAttention(nn.Module):
 
 
 def _thirds(whole: nn.Parameter) -> list[Any]:
-    """Over the same memory."""
+    """The three parts of a parameter, over the same memory."""
     return [nn.Parameter(part, whole.requires_grad) for part in whole.detach().chunk(3)]
 
 
@@ -126,7 +126,7 @@ def _linear(weight: Any, bias: Any) -> nn.Linear:
 
 
 class _Layer(nn.Module):
-    """What encoder and decoder layers share: their parts, under the names they have."""
+    """The parts that encoder and decoder layers share, under the names of the source."""
 
     self_attn: Any
     multihead_attn: Any
@@ -230,7 +230,7 @@ class OpenStack(nn.Module):
 
 
 class OpenTransformer(nn.Module):
-    """nn.Transformer: its encoder and decoder, which may be the user's own."""
+    """nn.Transformer with its encoder and decoder, which may be a user's modules."""
 
     def __init__(self, source: nn.Transformer):
         super().__init__()

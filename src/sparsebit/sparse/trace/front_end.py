@@ -52,7 +52,8 @@ def _check_forward(model: Any) -> None:
 
 
 def _check_finite(model: nn.Module) -> None:
-    """Of the layers that are masked, every weight; elsewhere -inf may be meant, as in a mask of attention."""
+    """Every weight of masked layers must be finite. Elsewhere -inf may be intended, as in a mask of
+    attention."""
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
             if p is None or not p.is_floating_point() or p.is_meta or type(p) is not nn.Parameter:
@@ -66,7 +67,7 @@ def _check_finite(model: nn.Module) -> None:
 
 
 def traced(model: nn.Module, example: Call | None) -> fx.GraphModule:
-    """The graph that is masked and cut. Without an example, torch's own attention blocks stay closed, and whole."""
+    """The graph that is masked and cut. Without an example, torch's attention blocks stay closed and whole."""
     gm = guarded(simplified(first_graph(model, example), example))
     own_memory(gm)
     return gm
@@ -79,44 +80,46 @@ def first_graph(model: nn.Module, example: Call | None) -> fx.GraphModule:
     known = lambda op: op in SMODULE_MAP or op in OPEN
     gm = trace(model, LeafTracer(is_known=known, decides=True), example)
     warn_of(gm.meta["islands"])
-    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *gm.meta["unread"]]  # of a merged one
+    # those of a merged model
+    gm.meta["unread"] = [*getattr(model, "meta", {}).get("unread", ()), *gm.meta["unread"]]
     gm.meta["training"] = training_flags(gm) | training_flags(model)
     return gm
 
 
 def simplified(gm: fx.GraphModule, example: Call | None) -> fx.GraphModule:
-    """In the form that channel rules know; what that is, an example must show."""
+    """Bring the graph into the form that channel rules know; an example is needed to find it."""
     if example is None:
         return gm
     known = {key: gm.meta[key] for key in ("fixed", "unread", "training")}
-    gm = graph_form(gm.eval(), example)  # running it in training would change the batch norms
+    gm = graph_form(gm.eval(), example)  # a run in training mode would change the batch norms
     gm.meta.update(known)
     set_training(gm, gm.meta["training"])
     return gm
 
 
 def guarded(gm: fx.GraphModule) -> fx.GraphModule:
-    """It refuses inputs that it would ignore."""
+    """Let the graph refuse inputs that it would ignore."""
     for node in gm.graph.nodes:
-        node.type = None  # annotations as strings cannot be pickled
+        node.type = None  # annotations in the form of strings cannot be pickled
     guard_inputs(gm, gm.meta["fixed"])
     return gm
 
 
 def first_is_optional(model: nn.Module) -> bool:
-    """`forward(self, input_ids=None)`: a trace without an example would make a constant of what is always given."""
+    """`forward(self, input_ids=None)`: a trace without an example would replace a required input by a
+    constant."""
     check_model(model)
     inputs = list(inspect.signature(model.forward).parameters.values())
     return bool(inputs) and inputs[0].default is None
 
 
 def has_optional(gm: fx.GraphModule) -> bool:
-    """Whether the graph, traced without an example, refuses inputs that calls may well give."""
+    """Does the graph, traced without an example, refuse inputs that real calls may use?"""
     return any(value is None or value == {} for value in gm.meta["fixed"].values())
 
 
 def one_node(model: nn.Module, why: str) -> fx.GraphModule:
-    """The model as it is, for calls of any form; only the layers inside are known."""
+    """The model as one node, for calls of any form; only the layers inside are known."""
     gm = as_one_node(own_copy(model))
     signature = inspect.signature(model.forward)
     gm.meta.update(islands={"": Island("", why, "")}, unread=[], fixed={}, signature=signature)

@@ -1,4 +1,4 @@
-"""The form of a graph that channel rules know: weights in modules, torch's own attention blocks opened up."""
+"""The form of a graph that channel rules know: weights in modules, torch's attention blocks opened."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ log = logging.getLogger("sparsebit")
 def graph_form(gm: fx.GraphModule, example: Call) -> fx.GraphModule:
     """`gm` with every weight in a module; nn.MultiheadAttention and the blocks around it become ops.
 
-    The tensors stay the same ones, or parts of their memory.
+    The tensors stay the same objects, or parts of their memory.
     """
     if closed_blocks(gm):
         opened = copy_over_same(gm)
         open_blocks(opened)
         if _same(opened, gm, example):
             gm = trace(opened, FormTracer(), example).eval()
-            connect(gm, opened, Origins(gm, opened).links(gm))  # who made `gm` knows its tensors
+            # the caller of this function knows the tensors of `gm`
+            connect(gm, opened, Origins(gm, opened).links(gm))
     Runner(gm, _note_rank).run_on(example)
     run_passes(gm, [functions_to_modules])
-    remove_unread_tensors(gm)  # weights that are in a module now
+    remove_unread_tensors(gm)  # weights that a module holds now
     remove_unused_modules(gm)
     for node in gm.graph.nodes:
         node.meta.pop("val", None)
@@ -49,7 +50,7 @@ def _note_rank(node: fx.Node, value: Any) -> None:
 
 
 class FormTracer(LeafTracer):
-    """Masks of attention are one node."""
+    """Makes masks of attention one node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class FormTracer(LeafTracer):
 
 
 class CodeTracer(FormTracer):
-    """Torch unpickles a graph by tracing its code again: this one can, whatever is in it."""
+    """torch unpickles a graph by a new trace of its code. This tracer accepts every graph."""
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         with self.prepared_torch():
@@ -77,5 +78,5 @@ def _same(opened: fx.GraphModule, gm: fx.GraphModule, example: Call) -> bool:
         # In half precision both are far from exact. In float64 they are equal, or one of them is wrong.
         return difference_of_models(opened, gm, example, digits=True) is None
     except Exception as error:  # any error of the open form: the closed one is used in its place
-        log.info("attention blocks stay closed, and whole: %s: %s", type(error).__name__, error)
+        log.info("attention blocks stay closed and whole: %s: %s", type(error).__name__, error)
         return False

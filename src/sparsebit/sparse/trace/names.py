@@ -1,11 +1,11 @@
-"""Names of layers: paths (`layer1.0`), and the names of torch.fx (`layer1_0`), under which the original kept them."""
+"""Names of layers: paths (`layer1.0`), and names of torch.fx (`layer1_0`), which the original used."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-WHOLE = "whole.root."  # before the paths of a model that stays one node (graph/islands.py)
+WHOLE = "whole.root."  # prefix of the paths in a model that stays one node (graph/islands.py)
 
 
 def inside_of_whole(path: str) -> str:
@@ -14,13 +14,13 @@ def inside_of_whole(path: str) -> str:
 
 
 def fx_name(path: str) -> str:
-    """As torch.fx names the call of the module at `path`, if it calls it once."""
+    """The name that torch.fx gives to the call of the module at `path`, if it is called once."""
     name = inside_of_whole(path).replace(".", "_")
     return f"_{name}" if name[:1].isdigit() else name
 
 
 class Finder:
-    """Looks up a path by any of its spellings. The original also had wrapped layers: `bn1.module.weight`."""
+    """Finds a path by any of its spellings. The original also had wrapped layers: `bn1.module.weight`."""
 
     def __init__(self, paths: Iterable[str]):
         self.paths: dict[str, str] = {}

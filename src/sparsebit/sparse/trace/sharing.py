@@ -1,7 +1,8 @@
-"""The model that a SparseModel was given, and the graph that it runs, hold the same parameters and buffers.
+"""The user's model and the graph of a SparseModel hold the same parameters and buffers.
 
-A trace works on a copy of the model. Afterwards the graph gets the tensors of the model itself in place of the copies.
-Who trains one of them trains the other. Links say which tensor of the graph is which of the model, by path.
+A trace works on a copy of the model. Afterwards the graph gets the tensors of the model in place of the
+copies, so training one trains the other. Links tell which tensor of the graph is which tensor of the model,
+by path.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ STORES = ("_parameters", "_buffers")
 
 @dataclass(frozen=True)
 class Link:
-    """A tensor of the model, by its path; the graph has all of it, or a part (query, key, value) by size and offset."""
+    """A tensor of the model by its path. The graph has all of it, or a part (query, key, value) by size and
+    offset."""
 
     path: str
     part: tuple[torch.Size, tuple[int, ...], int] | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The same memory."""
+        """The linked part of `tensor`, in the same memory."""
         if self.part is None:
             return tensor
         size, stride, offset = self.part
@@ -41,7 +43,7 @@ Links = dict[str, Link]  # by the path of the tensor in the graph
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers; one that stands in several places is there several times."""
+    """Parameters and buffers. A tensor with several paths comes several times."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -56,7 +58,7 @@ class Origins:
         for path, tensor in named_tensors(gm):
             home = inside_of_whole(path)
             if home not in theirs:
-                home = home.removeprefix("0.")  # a model of a single layer was put in a list
+                home = home.removeprefix("0.")  # a model of a single layer was put into a list
             if home in theirs and _alike(theirs[home], tensor):
                 self.copies[id(tensor)] = (tensor, Link(home))
                 self.memory.setdefault(_address(tensor), (tensor, Link(home)))
@@ -90,12 +92,12 @@ def _address(tensor: Tensor) -> int:
 
 
 def share(gm: nn.Module, model: nn.Module, origins: Origins) -> None:
-    """The graph gets the tensors of the model; says which parameters have none there."""
+    """Give the graph the tensors of the model; warn about parameters without a counterpart."""
     links = origins.links(gm)
     apart = [path for path, _ in gm.named_parameters() if path not in links]
     if apart:
         log.warning(
-            "SparseModel: trains parameters of its own (%s) where your model computes a weight from others; your model "
+            "SparseModel: trains parameters (%s) that your model computes from others; your model  "
             "does not follow there, take the trained one from smodel.compact()",
             ", ".join(apart[:3]) + f" and {len(apart) - 3} more" * (len(apart) > 3),
         )
@@ -103,12 +105,12 @@ def share(gm: nn.Module, model: nn.Module, origins: Origins) -> None:
 
 
 def links_between(gm: nn.Module, model: nn.Module) -> Links:
-    """What both have."""
+    """The links of all tensors that both have."""
     return Origins(model, model).links(gm)
 
 
 def connect(gm: nn.Module, model: nn.Module, links: Links) -> None:
-    """The graph gets the tensors of the model."""
+    """Give the graph the tensors of the model."""
     mine = dict(named_tensors(gm))
     theirs = dict(named_tensors(model))
     new: dict[int, Tensor] = {}
@@ -123,7 +125,7 @@ def connect(gm: nn.Module, model: nn.Module, links: Links) -> None:
 
 @torch.no_grad()
 def follow(gm: nn.Module, model: nn.Module, links: Links) -> None:
-    """The model gets the tensors of the graph, which moved to another device, or was loaded."""
+    """Give the model the tensors of the graph, after a move to another device or a load."""
     mine = dict(named_tensors(gm))
     theirs = dict(named_tensors(model))
     new: dict[int, Tensor] = {}
@@ -145,9 +147,10 @@ def follow(gm: nn.Module, model: nn.Module, links: Links) -> None:
 
 
 def part(model: nn.Module, links: Links, what: str) -> None:
-    """The model gets tensors with the same values; the graph keeps those that both had, as optimizers know them."""
+    """Give the model other tensors with the same values; the graph keeps the shared ones, which optimizers
+    know."""
     log.warning(
-        "%s sets weights: from here on the SparseModel has weights of its own, and the model that it was made of keeps "
+        "%s sets weights: from here on the SparseModel has separate weights, and the model that it was made of keeps  "
         "those of now; take the result from smodel.compact()",
         what,
     )
@@ -158,7 +161,7 @@ def part(model: nn.Module, links: Links, what: str) -> None:
 
 
 def copies(model: nn.Module, copied: nn.Module) -> dict[int, Tensor]:
-    """For copy.deepcopy: what is a tensor of the model is the same tensor of its copy."""
+    """For copy.deepcopy: a tensor of the model becomes the matching tensor of its copy."""
     theirs = dict(named_tensors(copied))
     return {id(tensor): theirs[path] for path, tensor in named_tensors(model) if path in theirs}
 
@@ -171,14 +174,14 @@ def copy_over_same(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def own_memory(gm: nn.Module) -> None:
-    """Parameters that are parts of another one's memory get their own."""
+    """Copy parameters that are parts of another parameter's memory."""
     _replace(
         gm, {id(p): copy.deepcopy(p) for p in gm.parameters() if p.untyped_storage().nbytes() > p.nbytes}
     )
 
 
 def _replace(model: nn.Module, new: Mapping[int, Tensor]) -> None:
-    """Put new tensors in the place of old ones, by identity; also in lists, as recurrent layers have them."""
+    """Replace tensors by identity, also in lists, which recurrent layers have."""
     renew = lambda value: new.get(id(value), value)
     for module in model.modules():
         for name, value in vars(module).items():

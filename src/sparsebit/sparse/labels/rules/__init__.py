@@ -1,4 +1,4 @@
-"""How channel labels pass through ops. A file here that registers a rule is enough for an op to be pruned through."""
+"""How channel labels pass through ops. A new file here that registers a rule adds an op."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ CHANNEL_RULES: Registry[Rule] = Registry("channel rule")
 
 
 def channel_rule(*sources: Any) -> Callable[[Rule], Rule]:
-    """`@channel_rule(torch.cat)` on `rule(walk, node, *args, **kwargs)`: args of the call, tensors as labels.
+    """`@channel_rule(torch.cat)` on `rule(walk, node, *args, **kwargs)`: the arguments of the call with
+    labels for tensors.
 
-    It returns the labels of the result, or NotImplemented: then what it reads is fixed, and the report says so.
+    It returns the labels of the result, or NotImplemented. Then all that the node reads is kept, and the
+    report names it.
     """
 
     def add(rule: Rule) -> Rule:

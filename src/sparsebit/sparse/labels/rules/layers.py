@@ -1,4 +1,4 @@
-"""Layers with weights: they read labels on one side of the weight and make new ones on the other."""
+"""Layers with weights: they read labels on one side of the weight and make new labels on the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _out(walk: Walk, node: fx.Node, n: int, axis: int) -> tuple[Tensor, Tensor]:
-    """The labels that a layer makes; a layer that is called twice makes the same ones."""
+    """The labels that a layer makes. A layer that is called twice makes the same labels twice."""
     known = walk.known(f"{node.target}.weight", 1 if _transposed(walk.module(node)) else 0)
     if known is not None:
         return known.labels, walk.spread(node, known.labels, axis)
@@ -32,7 +32,7 @@ def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) ->
     module = walk.module(node)
     path = str(node.target)
     if input.dim() != module.weight.dim():
-        return NotImplemented  # without a batch
+        return NotImplemented  # an input without a batch
     if not {*walk.labels.varies(input)} <= {1}:
         walk.fix(input, node, "works along an axis of channels")
     ins = walk.labels.along(input, 1)
@@ -40,10 +40,11 @@ def conv(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) ->
     o, i = (1, 0) if _transposed(module) else (0, 1)
     if groups > 1 and module.in_channels == groups:
         return _depthwise(walk, node, module, ins, o)
-    if groups > 1:  # the same position of every group goes, so that groups stay equally large
+    if groups > 1:  # the same position of every group is removed, so groups stay equally large
         walk.labels.join(ins.view(groups, -1), ins.view(groups, -1)[:1])
     outs, out = _out(walk, node, module.out_channels, 1) if groups == 1 else _grouped(walk, node, module)
-    one_group = {o: outs.view(groups, -1)[0], i: ins.view(groups, -1)[0]}  # what axis 1 of the weight holds
+    # the positions of axis 1 of the weight
+    one_group = {o: outs.view(groups, -1)[0], i: ins.view(groups, -1)[0]}
     walk.slice(f"{path}.weight", o, one_group[o] if o else outs, produces=True)
     walk.slice(f"{path}.weight", i, one_group[i] if i else ins)
     walk.size(path, "in_channels", ins)
@@ -62,7 +63,7 @@ def _grouped(walk: Walk, node: fx.Node, module: Any) -> tuple[Tensor, Tensor]:
 
 
 def _depthwise(walk: Walk, node: fx.Node, module: Any, ins: Tensor, o: int) -> Tensor:
-    """Every input channel has filters of its own, which go with it."""
+    """Every input channel has its filters, which depend on it."""
     path = str(node.target)
     times = module.out_channels // module.groups
     outs = ins.repeat_interleave(times)
@@ -83,7 +84,7 @@ def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     module = walk.module(node)
     path = str(node.target)
     axes = walk.labels.varies(input)
-    if axes and input.dim() - 1 not in axes:  # the channels pass by
+    if axes and input.dim() - 1 not in axes:  # the layer works along another axis than the channels
         walk.keep(node, "works along another axis than that of the channels")
         return input[..., :1].expand(walk.values[node].shape)
     ins = walk.labels.along(input, -1)
@@ -100,7 +101,7 @@ def linear(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 def linear_function(
     walk: Walk, node: fx.Node, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """With a bias that is computed (`cat` of biases); others are modules by now."""
+    """A bias may be computed (`cat` of biases). Other linear functions are modules at this point."""
     if len(node.args) > 1:
         source = node.args[1]
     else:
@@ -121,7 +122,7 @@ def linear_function(
 
 
 def reads_weight(node: fx.Node, weight: fx.Node) -> bool:
-    """Is `weight` that of a linear function, and nothing else of it?"""
+    """Is the only use of `weight` that of a linear function?"""
     args = [*node.args, *node.kwargs.values()]
     is_weight = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None) is weight
     return node.target is F.linear and is_weight and args.count(weight) == 1
@@ -150,7 +151,7 @@ def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
     if input.dim() < 2:
         return NotImplemented
     if input.shape[1] != module.num_features and module.num_features:
-        return NotImplemented  # without a batch
+        return NotImplemented  # an input without a batch
     labels = walk.labels.along(input, 1)
     for name in ("weight", "bias", "running_mean", "running_var"):
         if getattr(module, name, None) is not None:
@@ -161,7 +162,7 @@ def batch_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 
 @channel_rule(nn.LayerNorm, nn.RMSNorm)
 def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
-    """Cut on the axis it works over: its statistics are then those of the channels that are left."""
+    """A cut along the normalized axis: the statistics are then those of the channels that are left."""
     module = walk.module(node)
     path = str(node.target)
     over = range(input.dim() - len(module.normalized_shape), input.dim())
@@ -179,13 +180,14 @@ def layer_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
 
 
 def _over_kept(walk: Walk, path: str, labels: Tensor) -> None:
-    """Of a norm without weights that is called twice, nothing else says that it is one."""
+    """Mark a norm. One without weights that is called twice has no other record that it is the same norm."""
     walk.labels.join(walk.normed.setdefault(path, labels), labels)
 
 
 @channel_rule(nn.GroupNorm)
 def group_norm(walk: Walk, node: fx.Node, input: Tensor) -> Any:
-    """Whole groups go: the statistics of the others stay what they were. Of one group it is a layer norm."""
+    """Whole groups are removed, so the statistics of the other groups do not change. With one group it is a
+    layer norm."""
     module = walk.module(node)
     path = str(node.target)
     labels = walk.labels.along(input, 1)

@@ -1,4 +1,4 @@
-"""Ops that only move values: they are run on the labels themselves. New values (padding) get new labels."""
+"""Ops that only move values: they run on the labels themselves. New values (padding) get new labels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
     if node.op == "call_module":
         out = walk.module(node)(*args, **kwargs)
     elif node.op == "call_method":
-        # labels are not laid out like values
+        # the memory layout of labels differs from that of values
         if node.target == "view":
             name = "reshape"
         else:
@@ -54,7 +54,7 @@ def move(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
 def attribute(walk: Walk, node: fx.Node, x: Any, name: str) -> Any:
     if isinstance(x, PackedSequence) and name in x._fields:
         return getattr(x, name)
-    if isinstance(x, tuple) and name in ("values", "indices"):  # of max, min, ...
+    if isinstance(x, tuple) and name in ("values", "indices"):  # the fields of max, min and others
         return x[name == "indices"]
     if isinstance(x, Tensor) and name in ("mT", "T", "data"):
         return thin(getattr(x, name))
@@ -63,7 +63,7 @@ def attribute(walk: Walk, node: fx.Node, x: Any, name: str) -> Any:
 
 @channel_rule(*spelled("cat concat concatenate stack"))
 def cat(walk: Walk, node: fx.Node, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
-    """Tokens put behind tokens have the same channels; channels put behind channels are more of them."""
+    """A join of tokens has the same channels; a join along channels has the channels of all."""
     out = move(walk, node, tensors, dim, **kwargs)
     axis = kwargs.get("axis", dim) % out.dim()
     if out.dim() == tensors[0].dim():
@@ -103,7 +103,7 @@ def getitem(walk: Walk, node: fx.Node, x: Any, index: Any) -> Any:
 
 
 def axes_of(part: Any) -> int:
-    """How many axes of the source one part of an index stands for."""
+    """The number of axes of the source that one part of an index stands for."""
     if part is None:
         return 0
     if isinstance(part, Tensor) and part.dtype == torch.bool:
@@ -125,7 +125,7 @@ def index_select(walk: Walk, node: fx.Node, x: Tensor, dim: int, index: Any) -> 
 
 @channel_rule(*spelled("roll"), torch.Tensor.unfold)
 def shift(walk: Walk, node: fx.Node, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Positions change place by a number that is written down: not along channels."""
+    """Positions move by a fixed number, so the axis may hold no channels."""
     dims = kwargs.get("dims", kwargs.get("dimension", args[-1 if len(args) < 3 else 0] if args else None))
     if isinstance(dims, int):
         dims = [dims]
@@ -143,7 +143,7 @@ def repeat_interleave(walk: Walk, node: fx.Node, x: Tensor, repeats: Any, *args:
 
 @channel_rule(*spelled("channel_shuffle"), nn.ChannelShuffle)
 def channel_shuffle(walk: Walk, node: fx.Node, input: Tensor, groups: int = 0) -> Any:
-    """Groups stay equally large: the same position of every group goes."""
+    """Groups stay equally large: the same position of every group is removed."""
     groups = groups or walk.module(node).groups
     labels = walk.labels.along(input, 1).view(groups, -1)
     walk.labels.join(labels, labels[:1])
@@ -152,9 +152,9 @@ def channel_shuffle(walk: Walk, node: fx.Node, input: Tensor, groups: int = 0) -
 
 @channel_rule(F.unfold, nn.Unfold, *spelled("pixel_unshuffle"), nn.PixelUnshuffle)
 def windows(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Every position of a window is a channel of its own, and goes with the channel it is of."""
+    """Every position of a window is a channel, which depends on its source channel."""
     if input.dim() != 4:
-        return NotImplemented  # without a batch
+        return NotImplemented  # an input without a batch
     labels = walk.labels.along(input, 1)
     out = walk.values[node]
     return walk.spread(node, labels.repeat_interleave(out.shape[1] // len(labels)), 1)
@@ -162,9 +162,9 @@ def windows(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any)
 
 @channel_rule(F.fold, nn.Fold, *spelled("pixel_shuffle"), nn.PixelShuffle)
 def unite(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Positions of a window become one channel."""
+    """The positions of a window become one channel."""
     if walk.values[node].dim() != 4:
-        return NotImplemented  # without a batch
+        return NotImplemented  # an input without a batch
     parts = walk.labels.along(input, 1).view(walk.values[node].shape[1], -1)
     walk.labels.whole(parts, [1])
     return walk.spread(node, parts[:, 0], 1)
@@ -190,7 +190,7 @@ def pad(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> 
         axis = out.dim() - 1 - i // 2
         if axis in varies and (
             pads[i] or pads[i + 1]
-        ):  # new channels: they can go with what they are added to
+        ):  # new channels: they may be removed together with the channels that they are added to
             position = torch.arange(out.shape[axis])
             edge = (position < pads[i]) | (position >= out.shape[axis] - pads[i + 1])
             line = [-1 if d == axis else 1 for d in range(out.dim())]

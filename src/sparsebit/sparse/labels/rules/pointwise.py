@@ -1,4 +1,5 @@
-"""Ops that work value by value, or inside a channel: labels pass; where tensors meet, their labels join."""
+"""Ops that work value by value, or inside a channel: labels pass, and the labels of tensors that meet are
+joined."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def unary(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -
 
 @channel_rule(*spelled("new_zeros new_ones"))
 def filled(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The same number everywhere: in the shape of its source it can be cut like it."""
+    """A constant in the shape of its source can be cut like the source."""
     if walk.values[node].shape == input.shape:
         return input
     return made(walk, node, *node.args[1:], **kwargs)
@@ -75,8 +76,8 @@ def filled(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
 
 @channel_rule(torch.zeros, torch.ones)
 def made(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-    """The same number everywhere: `torch.zeros(layers, b, 64)` has as many channels as what it meets. Sizes that
-    are computed stay what they were."""
+    """A constant tensor: `torch.zeros(layers, b, 64)` takes the channels of the tensors that it meets.
+    Computed sizes keep their value."""
     if node.op == "call_method":
         given: Any = node.args[1:]
     else:
@@ -107,7 +108,7 @@ def meet(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
 
 
 def _met(walk: Walk, node: fx.Node, found: list[Tensor], shape: torch.Size) -> Tensor:
-    """An operand may have some of the axes of channels only: a table of positions for all heads."""
+    """An operand may have only some of the axes of channels: a table of positions for all heads."""
     largest = lambda t: (t.shape == shape, len(walk.labels.varies(t)), t.numel())
     out, *others = sorted(found, key=largest, reverse=True)
     out = out.expand(shape)
@@ -129,7 +130,7 @@ def _met(walk: Walk, node: fx.Node, found: list[Tensor], shape: torch.Size) -> T
 
 @channel_rule(operator.setitem)
 def setitem(walk: Walk, node: fx.Node, x: Any, index: Any, value: Any) -> Any:
-    """What is written goes with what it is written over: readers of `x` read both."""
+    """The written value depends on the place that it is written to: readers of `x` read both."""
     if isinstance(x, Tensor):
         part = getitem(walk, node, x, index)
     else:
@@ -157,7 +158,7 @@ FUNCTIONS = spelled(
 
 @channel_rule(*SPATIAL, *FUNCTIONS)
 def inside_channels(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Pools and resizes: positions of a channel meet, channels do not."""
+    """Pools and resizes mix positions of one channel, and not channels."""
     out = walk.values[node]
     if not isinstance(out, Tensor) or input.dim() < 3:
         return NotImplemented
@@ -177,7 +178,8 @@ STATISTICS = {*spelled("mean var std var_mean std_mean amax amin logsumexp"), *P
 
 
 def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Is it a statistic of some axes, that can be taken over fewer channels? Of `max` the values, not the places."""
+    """Is it a statistic over given axes, which also works with fewer channels? `max` returns values and
+    positions: only the values may be in use."""
     op = None
     if node.op in ("call_function", "call_method"):
         op = op_of(node, gm)
@@ -194,8 +196,9 @@ def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 @channel_rule(*REDUCE)
 def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over positions: the channel's label stays. Over channels: a sum of what is zero where it goes, or a statistic,
-    which is then that of the channels that are left; else fixed."""
+    """Over positions, the label of the channel stays. A reduction over channels needs a sum of values that
+    are zero where a channel is removed, or a statistic, which is then that of the channels that are left.
+    Otherwise the channels are kept."""
     out = walk.values[node]
     dims = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     if isinstance(dims, Tensor):  # max(x, y)
@@ -216,7 +219,7 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
             (axis,) = varies
             line = walk.labels.along(input, axis)
             loose = walk.labels.roots(line)[walk.labels.roots(line) != FIXED]
-            # flattened: channels with positions, as many as the example has
+            # flattened channels and positions, as many as in the example
             if len(loose.unique()) < len(loose):
                 return NotImplemented
             walk.statistics[node.name] = line.reshape(-1, *[1] * (input.dim() - 1 - axis))
@@ -267,7 +270,7 @@ def normalize(walk: Walk, node: fx.Node, input: Tensor, p: float = 2.0, dim: int
         and {*walk.labels.varies(input)} == {dim % input.dim()}
         and argument(node, 0, "input") in walk.zero
     ):
-        return input  # what is zero adds nothing to the norm
+        return input  # zeros add nothing to the norm
     return _unless_along(walk, input, dim)
 
 

@@ -1,4 +1,5 @@
-"""Products of two activations, and attention: whole heads go, or the same dimensions of every head (`Walk.heads`)."""
+"""Products of two activations, and attention: whole heads are removed, or the same dimensions of every head
+(`heads`)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def matmul(walk: Walk, node: fx.Node, a: Tensor, b: Tensor) -> Any:
     if a.dim() < 2 or b.dim() < 2:
         return NotImplemented
-    # rows, columns, what is summed up
+    # rows, columns, and the axis of the sum
     a = a.unsqueeze(-2)
     b = b.transpose(-2, -1).unsqueeze(-3)
     return contract(walk, node, a, b, 1)
@@ -53,7 +54,8 @@ def einsum(walk: Walk, node: fx.Node, equation: Any, *operands: Any) -> Any:
 
 
 def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> Any:
-    """Labels of a product of two tensors on the same axes (or 1), of which the last `summed` are summed up."""
+    """Labels of a product of two tensors on the same axes (or axes of size 1). The last `summed` axes are
+    summed."""
     labels = walk.labels
     rank = max(a.dim(), b.dim())
     a, b = (x[(None,) * (rank - x.dim())] for x in (a, b))
@@ -77,7 +79,8 @@ def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> An
     for x, y in ((a, b), (b, a)):
         heads = ({*labels.varies(x)} & both) - {*labels.varies(y)}
         if heads and {*labels.varies(x)} - heads:
-            labels.whole(x, sorted(heads))  # the other keeps all heads: dimensions of them
+            # the other operand keeps all heads: dimensions of heads are removed
+            labels.whole(x, sorted(heads))
         elif heads:
             labels.join(x, y)
     in_a = {*labels.varies(a)}
@@ -85,14 +88,14 @@ def contract(walk: Walk, node: fx.Node, a: Tensor, b: Tensor, summed: int) -> An
     if in_a and in_b:
         if not in_a & in_b:
             return NotImplemented
-        labels.whole(a, sorted(in_a - in_b))  # heads that have dimensions on one side
+        labels.whole(a, sorted(in_a - in_b))  # heads whose dimensions are labelled on one side
         labels.whole(b, sorted(in_b - in_a))
         labels.join(a, b)
     return b if in_b else a
 
 
 def _is_zero(walk: Walk, node: fx.Node) -> bool:
-    """Is a factor zero wherever a label goes? Else the others would miss what it adds to the sum."""
+    """Is a factor zero wherever a label is removed? Otherwise the sum would lose a part."""
     return any(n in walk.zero for n in node.all_input_nodes)
 
 
@@ -111,7 +114,7 @@ def attention(
     qkv = (query, key, value)
     if any(x.dim() - 2 in labels.varies(x) for x in qkv):
         return NotImplemented  # the axis of tokens
-    one = all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv)  # a single head: dimensions of it
+    one = all({*labels.varies(x)} <= {x.dim() - 1} for x in qkv)  # one head: its dimensions are removed
     if (one or walk.heads == "dimension") and _is_zero(walk, node):
         labels.join(labels.along(query, -1), labels.along(key, -1))
         return walk.spread(node, labels.along(value, -1), -1)
@@ -131,7 +134,7 @@ def attention(
 
 @channel_rule(attention_mask)
 def mask(walk: Walk, node: fx.Node, *args: Any, **kwargs: Any) -> Any:
-    """Of torch's own blocks: nothing in it can be cut."""
+    """A mask of torch's attention blocks has no channels."""
     if any(isinstance(m, Tensor) and walk.labels.varies(m) for m in args[:2]):
         return NotImplemented
     return walk.fixed(walk.values[node])

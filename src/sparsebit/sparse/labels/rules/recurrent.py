@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN: the hidden size. The gates are blocks of the same labels, and so are layers and directions."""
+"""LSTM, GRU and RNN: the hidden size. All gates, layers and directions have the same labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @channel_rule(nn.RNNBase)
 def recurrent(walk: Walk, node: fx.Node, input: Any, hx: Any = None) -> Any:
-    """A module has one hidden_size: every layer and direction loses the same units."""
+    """A module has one hidden_size, so every layer and direction loses the same units."""
     module = walk.module(node)
     path = str(node.target)
     ins = walk.labels.along(input.data if isinstance(input, PackedSequence) else input, -1)
@@ -57,7 +57,7 @@ def _labels(walk: Walk, path: str, axis: int, n: int) -> Tensor:
 
 
 def _cut(walk: Walk, path: str, kind: str, hidden: Tensor, out: Tensor, ins: Tensor) -> None:
-    """One parameter; rows are gates x hidden units."""
+    """Cut one parameter, whose rows are gates x hidden units."""
     if kind == "weight_hr":
         walk.slice(path, 0, out, produces=True)
         walk.slice(path, 1, hidden)

@@ -1,6 +1,6 @@
-"""Packed sequences: the steps of all sequences behind each other, and their channels on the last axis.
+"""Packed sequences: the steps of all sequences in a row, with the channels on the last axis.
 
-The labels of one are a PackedSequence of labels. Lengths and orders are numbers: nothing of them is cut.
+Their labels are a PackedSequence of labels. Lengths and orders are numbers without channels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PEAKS = spelled("max amax")
 
 
 def packed(walk: Walk, value: PackedSequence, channels: Tensor) -> PackedSequence:
-    """Labels of `value`, every step of which has those of `channels`."""
+    """Labels of `value`, whose steps all have the labels `channels`."""
     rest = [None if t is None else walk.fixed(t) for t in value[1:]]
     return PackedSequence(channels.expand(value.data.shape), *rest)
 
@@ -50,7 +50,7 @@ def unpack(
     padding_value: float = 0.0,
     total_length: Any = None,
 ) -> Any:
-    """Padding other than zero also stands where a channel goes: whatever reads it has zeros there."""
+    """Padding other than zero also fills the place of a removed channel, so its readers need zeros there."""
     padded, lengths = walk.values[node]
     if 0 in walk.labels.varies(sequence.data):
         return NotImplemented
@@ -62,7 +62,7 @@ def unpack(
 
 
 def _is_pooled(walk: Walk, node: fx.Node, time: int, rank: int) -> bool:
-    """`pad_packed_sequence(out, padding_value=-inf)[0].max(0)`: no step of padding is left."""
+    """`pad_packed_sequence(out, padding_value=-inf)[0].max(0)`: no padding is left in the result."""
     parts = [u for u in node.users if u.target is operator.getitem and isinstance(u.args[1], int)]
     readers = [user for part in parts if part.args[1] in (0, -2) for user in part.users]
     over = lambda user: user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
@@ -89,7 +89,7 @@ def replace(walk: Walk, node: fx.Node, sequence: Any, **new: Any) -> Any:
 
 @channel_rule(pad_sequence, pack_sequence)
 def together(walk: Walk, node: fx.Node, sequences: Any, *args: Any, **kwargs: Any) -> Any:
-    """All of them have the same channels."""
+    """All sequences have the same channels."""
     if not isinstance(sequences, (list, tuple)) or any(0 in walk.labels.varies(s) for s in sequences):
         return NotImplemented
     padding = kwargs.get("padding_value", args[1] if len(args) > 1 else 0.0)

@@ -1,4 +1,5 @@
-"""What is zero, in the masked model, wherever a channel goes: only then may a sum run over channels that are cut."""
+"""Which values of the masked model are zero wherever a channel is removed. Only these may be summed over
+channels."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ POLES = {*spelled("reciprocal rsqrt sqrt hypot log log2 log10 addcdiv")}  # 1/0,
 
 def stays_zero(walk: Walk, node: fx.Node) -> bool:
     if node.op == "get_attr":
-        return str(node.target) not in walk.divisors  # others are masked themselves
+        return str(node.target) not in walk.divisors  # other parameters are masked
     if node.op in ("placeholder", "output"):
         return False
     op = op_of(node, walk.gm)
@@ -55,15 +56,17 @@ def stays_zero(walk: Walk, node: fx.Node) -> bool:
 
 
 def divisors(gm: fx.GraphModule) -> set[str]:
-    """Parameters and buffers that the graph reads by itself, and divides by, or takes the root or logarithm of.
+    """Parameters and buffers that the graph reads without a layer and divides by, or takes the root or
+    logarithm of.
 
-    They are not masked: what goes would be NaN, or its gradient, and NaN times the zeros of a masked layer is NaN.
+    They are not masked. A zero would give NaN, or a NaN gradient, and NaN times the zeros of a masked layer
+    is NaN.
     """
     layers = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
-    alone: set[fx.Node] = set()  # computed from parameters and buffers alone
+    alone: set[fx.Node] = set()  # computed only from parameters and buffers
     holds: dict[
         fx.Node, set[str]
-    ] = {}  # those that a value would be zero with: itself, in sums and products too
+    ] = {}  # for each value, the parameters that make it zero if they are zero; also inside sums and products
     found: set[str] = set()
     for node in gm.graph.nodes:
         sources = node.all_input_nodes
@@ -85,7 +88,7 @@ def divisors(gm: fx.GraphModule) -> set[str]:
 
 
 def _poles(node: fx.Node, op: Any) -> list[Any]:
-    """What an op must not find zero."""
+    """The arguments of an op that must not be zero."""
     if op in POWERS:
         power = argument(node, 1, "exponent")
         if isinstance(power, (int, float)) and power >= 1:
@@ -104,7 +107,8 @@ def _is_made(walk: Walk, node: fx.Node) -> bool:
 
 
 def _has_channels_of(walk: Walk, source: fx.Node, node: fx.Node) -> bool:
-    """Is it as long as the result wherever that has channels? What it is spread over besides is as zero as it is."""
+    """Is it as long as the result on every axis with channels? On other axes the value repeats, and a zero
+    stays zero."""
     labels = walk.of[node]
     shape = _shape(walk, source)
     if not isinstance(labels, Tensor) or shape == "parts":
