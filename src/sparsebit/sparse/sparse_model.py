@@ -61,7 +61,7 @@ class SparseModel(nn.Module):
     """`model` with masks, over the same parameters: training one trains the other.
 
     model    an nn.Module. It follows the SparseModel: training, load_state_dict(), to(device). Its own forward has no
-             masks.             When Sparsebit sets weights (refit, tune_batchnorm, sparsegpt), the two get separate parameters.
+             masks. When Sparsebit sets weights (refit, tune_batchnorm, sparsegpt), the two get separate parameters.
     config   a SparseConfig, a YAML path or a mapping.
     example  a tensor, a tuple of arguments or a mapping; without one, the first forward shows the shapes.
     share    False: work on a copy and never change `model`, like sparsebit.prune.
