@@ -1,4 +1,4 @@
-"""Every error a user can cause has a type here; each message says where, what, and what to do."""
+"""One error type for each kind of mistake; each message gives place, cause and remedy."""
 
 
 class SparsebitError(Exception):
@@ -8,8 +8,8 @@ class SparsebitError(Exception):
 class ConfigError(SparsebitError, ValueError, AssertionError):
     """A configuration that cannot be used; the message starts with the full key path.
 
-    It is an AssertionError too, because the original checked its configs with `assert`. One error lists all problems
-    of a config, so all of them have this class, and not only those that the original looked for.
+    It is an AssertionError too, because the original checked its configs with `assert`. One error lists all
+    problems of a config, so every ConfigError has this base.
     """
 
 
@@ -21,7 +21,7 @@ class _PlainKeyError(KeyError):
 
 
 class UnknownOptionError(ConfigError, _PlainKeyError):
-    """A config key that nobody defined; a KeyError, as with the configs of the original."""
+    """A config key that is not defined; a KeyError, as with the configs of the original."""
 
 
 class FrozenConfigError(ConfigError, AttributeError):
@@ -29,7 +29,7 @@ class FrozenConfigError(ConfigError, AttributeError):
 
 
 class RegistryError(SparsebitError, _PlainKeyError):
-    """A name nobody registered, or one that is taken; the message names its neighbours."""
+    """A name that is not registered, or one that is taken; the message lists close names."""
 
 
 class TraceError(SparsebitError, RuntimeError):
@@ -45,7 +45,7 @@ class CalibrationError(SparsebitError, RuntimeError):
 
 
 class ExportError(SparsebitError, RuntimeError):
-    """A model that cannot be written, or a file that does not do what the model did."""
+    """A model that cannot be written, or a file that computes something else than the model."""
 
 
 class ReaderError(ExportError):

@@ -1,8 +1,8 @@
-"""Registry: key -> implementation. The one mechanism behind every extension point.
+"""Registry: key -> implementation. Every extension point uses it.
 
-A registry is a MutableMapping, and a miss names its neighbours. A plug-in of the user may replace a built-in one, with
-a warning; two different plug-ins of the user under one name are refused. `discover` imports every file of a package, so
-that adding a file is all it takes to add a plug-in.
+A registry is a MutableMapping, and a missing name raises an error with close names. A plug-in of the user may
+replace a built-in one, with a warning; two different plug-ins of the user under one name are refused.
+`discover` imports every file of a package, so a new file is enough to add a plug-in.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Registry(MutableMapping[Any, T], Generic[T]):
         self._items[plain_name(key)] = item
 
     def __delitem__(self, key: Hashable) -> None:
-        self[key]  # a miss names its neighbours
+        self[key]  # raises an error with close names
         del self._items[plain_name(key)]
 
     def hint(self, key: Hashable) -> str:
-        """`; did you mean X?`, or the list of what there is."""
+        """`; did you mean X?`, or the list of all names."""
         names = sorted(k for k in self._items if isinstance(k, str))
         close = difflib.get_close_matches(str(plain_name(key)), names, 1)
         if close:
@@ -120,7 +120,7 @@ def _is_built_in(item: Any) -> bool:
 
 
 def _same_definition(a: Any, b: Any) -> bool:
-    """The same class defined again by a reload or a re-run notebook cell may take its own place."""
+    """Is it the same class, defined again by a reload or a notebook cell? It may replace itself."""
     if a is b:
         return True
     where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]

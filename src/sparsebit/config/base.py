@@ -1,11 +1,11 @@
 """Config: a section of typed options. Frozen by default, readable as `cfg.W.QUANTIZER.BIT`, written as YAML.
 
-The verbs of yacs (`clone defrost merge_from_list merge_from_file merge_from_other_cfg freeze dump`, `cfg["W"]`,
-`for key in cfg`) work on it, so that scripts written for the original configs keep running; `override` is the short
-way to a changed copy.
+The verbs of yacs (`clone defrost merge_from_list merge_from_file merge_from_other_cfg freeze dump`,
+`cfg["W"]`, `for key in cfg`) work on it, so that scripts written for the original configs keep running.
+`override` is the short way to a changed copy.
 
-A script may add keys: after `defrost()`, `cfg.MY_KEY = 1` is kept, copied and dumped, and nobody checks its value.
-Two things are refused: a name that is close to an option, with a value that the option could have (most likely a
+A script may add keys: after `defrost()`, `cfg.MY_KEY = 1` is kept, copied and dumped, and its value is not
+checked. Two things are refused: a name close to an option with a value that the option accepts (most likely a
 typo), and a new key in a file.
 """
 
@@ -69,8 +69,8 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         except ValidationError as error:
             raise refusal(error) from None
 
-    # pydantic calls __init__ of nested models only if they changed it; ours only translates the error of the
-    # outermost one, and must not hide from pydantic where in the tree a problem is
+    # pydantic calls __init__ of nested models only if they changed it. Ours only translates the error of the
+    # outermost one, and must not hide from pydantic where in the tree a problem is.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     # -- what a subclass may define ------------------------------------------------------------------
@@ -80,11 +80,11 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         return options
 
     def verify(self) -> None:
-        """Raise ConfigError for options that do not go together; text may start with `KEY: `."""
+        """Raise ConfigError for options that do not fit together; text may start with `KEY: `."""
 
     @classmethod
     def key(cls, name: str) -> str:
-        """How an option's name is stored."""
+        """The stored form of an option's name."""
         return name.lower()
 
     @classmethod
@@ -103,7 +103,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def is_set_first(cls, path: str) -> bool:
-        """Of several changes: does the default of another option depend on this one?"""
+        """If several options change: does the default of another option depend on this one?"""
         return False
 
     @classmethod
@@ -113,7 +113,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def is_option(cls, key: str) -> bool:
-        """Whether `read_extra` or a field may take a value for `key`."""
+        """Can `read_extra` or a field take a value for `key`?"""
         return key in cls.model_fields
 
     def _absent(self, key: str) -> Any:
@@ -147,14 +147,15 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @model_validator(mode="after")
     def _verify(self, info: ValidationInfo) -> Self:
-        # while a defrosted config is edited key by key, options need not go together yet
+        # while a defrosted config is edited key by key, options need not fit together yet
         if not (info.context or {}).get("draft"):
             self.verify()
         return self
 
     @classmethod
     def _build(cls, data: Any, draft: bool = False, text: bool = False) -> Self:
-        """draft: options need not go together yet. text: `"8"` and `"True"` in quotes are read, as yacs reads files."""
+        """draft: options need not fit together yet. text: `"8"` and `"True"` in quotes are read like numbers,
+        as yacs does."""
         try:
             return cls.model_validate(data, context={"draft": draft, "text": text})
         except ValidationError as error:
@@ -193,7 +194,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     # -- writing -------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Upper-case keys and JSON-like values: what the YAML file would hold."""
+        """Upper-case keys and JSON-like values, as in the YAML file."""
         options = self._options()
         fields = {name for name, value in options.items() if not isinstance(value, (Config, NewKey))}
         json_like = self.model_dump(mode="json", include=fields)
@@ -289,7 +290,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
             self._adopt(self._changed([path, value]))
 
     def _is_new(self, name: str, value: Any) -> bool:
-        """Whether `name` is neither an option, nor a typo of one, nor a method."""
+        """Is `name` neither an option, nor a typo of one, nor a method?"""
         cls = type(self)
         key = self.key(name)
         if self.is_option(key) or key in cls.__class_vars__ or hasattr(cls, name):
@@ -379,7 +380,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
                 value._mark(frozen)
 
 
-# As an object: pydantic before 2.12 reads a text as if it stood in the module of each subclass.
+# As an object: pydantic before 2.12 evaluates a text in the module of each subclass.
 Config.__annotations__["__pydantic_extra__"] = dict[str, Annotated[Any, PlainValidator(_read_extra)]]
 
 

@@ -1,4 +1,4 @@
-"""DictForm: a config is read like a dict, which the configs of the original were. Keys are shown in upper case."""
+"""DictForm: a config can be read like a dict, as the configs of the original. Keys are shown in upper case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into lines that say where, what, and what to do, one line per problem."""
+"""Turns pydantic's errors into lines with place, cause and remedy, one line per problem."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def key_path(loc: Sequence[str | int]) -> str:
 
 
 def under(path: str, text: str) -> str:
-    """Put `text` below a key path; a text that starts with a key of its own continues the path."""
+    """Put `text` below a key path; a text that starts with a key continues the path."""
     if not path or text.startswith("["):
         return path + text
     if STARTS_WITH_KEY.match(text):

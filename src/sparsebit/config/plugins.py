@@ -1,4 +1,4 @@
-"""A section with a TYPE, or another key that selects; every registered plug-in brings a sub-section of options.
+"""A section with a TYPE, or another key that selects; every registered plug-in adds a sub-section of options.
 
 `OBSERVER: {TYPE: percentile, PERCENTILE: {ALPHA: 0.01}}` is checked against `Params` of the class that is
 registered as "percentile", so a new plug-in needs no edit here.
@@ -23,7 +23,7 @@ class PluginConfig(Config):
 
     @classmethod
     def registry(cls) -> Registry[Any]:
-        """Where TYPE is looked up; imports it late, because plug-ins import configs."""
+        """The registry of TYPE. It is imported late, because plug-ins import configs."""
         raise NotImplementedError
 
     @property
@@ -32,7 +32,8 @@ class PluginConfig(Config):
         return self.registry()[getattr(self, self.selector)]
 
     def params(self, name: str | None = None) -> Any:
-        """Options of the selected plug-in, or of the one called `name`; defaults where nothing was given."""
+        """Options of the selected plug-in, or of the one called `name`; defaults for options that were not
+        given."""
         name = str(plain_name(name or getattr(self, self.selector)))
         given = (self.__pydantic_extra__ or {}).get(name)
         if given is not None:
@@ -81,7 +82,7 @@ class PluginConfig(Config):
 
     @classmethod
     def _sections(cls) -> dict[str, Section]:
-        """Plug-ins that have options, by key."""
+        """Plug-ins with options, by key."""
         found = {str(name).upper(): _params_class(plugin) for name, plugin in cls.registry().items()}
         return {name: params for name, params in found.items() if params.model_fields}
 

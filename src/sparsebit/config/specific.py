@@ -23,7 +23,7 @@ _SCHEMA = {"anyOf": [{"type": "array", "items": _OVERRIDES}, _OVERRIDES]}
 
 
 def normalise(value: Any, info: ValidationInfo) -> list[dict[str, list[Any]]]:
-    """Any accepted form -> a list of {pattern: [KEY, value, ...]} with upper-case keys."""
+    """Turn any accepted form into a list of {pattern: [KEY, value, ...]} with upper-case keys."""
     read = literal if is_text(info) else _unchanged
     if value is None:
         rules = []
@@ -66,7 +66,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
 
 
 def variants(cfg: Any) -> Iterator[tuple[str, Any]]:
-    """For each pattern: where it stands, and the config it makes when it is the only one that matches."""
+    """For each pattern, its place and the config that it makes if no other pattern matches."""
     plain = _without_specific(cfg) if cfg.specific else cfg
     for i, rule in enumerate(cfg.specific):
         for pattern, pairs in rule.items():

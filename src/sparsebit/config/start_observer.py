@@ -1,4 +1,4 @@
-"""Which observer a learned quantizer starts from: its class says so (START), unless the config names one."""
+"""The observer from which a learned quantizer starts: START of its class, unless the config names one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from sparsebit.registry import plain_name
 def with_start(
     options: dict[str, Any], given: Mapping[str, Any], quantizers: Mapping[Any, Any], before: str = ""
 ) -> dict[str, Any]:
-    """`options` of W or A with the observer that a newly chosen quantizer starts from, where `given` names none.
+    """`options` of W or A with the observer of a newly chosen quantizer, if `given` names none.
 
-    before   the type of the quantizer so far: its start counts only when another one is chosen.
+    before   the type of the quantizer so far: the observer changes only with the type.
     """
     sections = {str(name).lower(): section for name, section in given.items()}
     chosen = _type_in(sections.get("quantizer"))

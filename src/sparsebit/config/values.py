@@ -1,4 +1,4 @@
-"""What a value may be written as: choices in any spelling, numbers as text, keys that no config defines."""
+"""Forms of a value: choices in any spelling, numbers as text, keys that no config defines."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def literal(value: Any) -> Any:
 
 
 def is_text(info: ValidationInfo) -> bool:
-    """Whether the values come from a file, where numbers may stand in quotes."""
+    """Do the values come from a file, where numbers may stand in quotes?"""
     return bool((info.context or {}).get("text"))
 
 
 @dataclass(frozen=True)
 class NewKey:
-    """The value of a key that no config class defines, set by a script. Nobody checks it."""
+    """The value of a key that no config class defines, set by a script. It is not checked."""
 
     value: Any
 
@@ -81,7 +81,7 @@ class NewKey:
 
 
 def shown(value: Any) -> Any:
-    """An option as its reader gets it."""
+    """An option as code reads it."""
     if isinstance(value, NewKey):
         return value.value
     return value
@@ -98,7 +98,7 @@ def _merged(old: Any, change: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """`value` as YAML can hold it; a type that YAML does not know is written as its text."""
+    """`value` in a form that YAML can hold; a type that YAML does not know is written as its text."""
     if hasattr(value, "items"):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
                 continue  # `<<: *other`
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # PyYAML itself says what is wrong with it
+                continue  # PyYAML reports the problem itself
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"{key} is given twice", key_node.start_mark

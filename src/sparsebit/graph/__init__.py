@@ -1,4 +1,4 @@
-"""The graph layer: torch.fx only; it knows neither quantization nor pruning."""
+"""The graph layer: torch.fx only. It knows neither quantization nor pruning."""
 
 from sparsebit.graph.draw import to_mermaid
 from sparsebit.graph.ops import has_effect, inputs_of, is_op, module_calls, module_of, op_of

@@ -1,7 +1,8 @@
 """A graph as mermaid text, which GitHub, GitLab and many editors draw.
 
-Mermaid refuses more than 500 edges or 50,000 characters, and a diagram cannot raise these limits ("secure" keys). So a
-graph that is too large is drawn coarser: first chains become one box, then modules do, from the inside out.
+Mermaid refuses more than 500 edges or 50,000 characters, and a diagram cannot raise these limits ("secure"
+keys). A larger graph is drawn with less detail: first each chain becomes one box, then each module, from the
+inside out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import fx
 from sparsebit.graph.ops import module_of
 
 MAX_EDGES, MAX_TEXT = 500, 50_000
-MAX_LINES = 12  # of one box; a longer one says how many ops of each kind it holds
+MAX_LINES = 12  # of one box; a longer box only counts its ops by kind
 STYLES = ("classDef io fill:#cafe02", "classDef quantized fill:#d5f0e3,stroke:#2e8b57")
 _ESCAPES = str.maketrans(
     {'"': "#quot;", "<": "#lt;", ">": "#gt;", "[": "#91;", "]": "#93;", "#": "#35;", "\n": " "}
@@ -27,7 +28,7 @@ Box = list[fx.Node]
 def to_mermaid(gm: fx.GraphModule, label: Label | None = None) -> str:
     """One box `name Type` per node, one arrow per edge, a frame around each top-level module.
 
-    `label(node)` adds to the box, for example bits; boxes with such a label are coloured.
+    `label(node)` adds a text to the box, for example bits; boxes with such a text are coloured.
     """
     nodes = list(gm.graph.nodes)
     text = ""
@@ -40,7 +41,7 @@ def to_mermaid(gm: fx.GraphModule, label: Label | None = None) -> str:
 
 # -- what becomes a box -----------------------------------------------------------------------------
 def _coarser_and_coarser(nodes: list[fx.Node]) -> Iterator[tuple[list[Box], int]]:
-    """Boxes, and how many lines one may have before it only counts."""
+    """Boxes with less and less detail, and how many lines a box may have before it only counts."""
     yield [[node] for node in nodes], 1
     yield _chains(nodes), MAX_LINES
     for depth in range(max(len(_path(n)) for n in nodes), 0, -1):
@@ -48,7 +49,7 @@ def _coarser_and_coarser(nodes: list[fx.Node]) -> Iterator[tuple[list[Box], int]
 
 
 def _chains(nodes: list[fx.Node]) -> list[Box]:
-    """A node joins the one before it, if that is its only input and has no other reader."""
+    """A node joins the box of the node before it, if that is its only input and has no other reader."""
     box_of: dict[fx.Node, Box] = {}
     for node in nodes:
         source = None
@@ -64,7 +65,7 @@ def _chains(nodes: list[fx.Node]) -> list[Box]:
 
 
 def _modules(nodes: list[fx.Node], depth: int) -> list[Box]:
-    """What stands in the same module, `depth` levels down, is one box; inputs and outputs stay."""
+    """Nodes of one module, `depth` levels down, are one box; inputs and outputs keep their boxes."""
     boxes: dict[object, Box] = {}
     for node in nodes:
         boxes.setdefault(node if _is_end(node) else _path(node)[:depth], []).append(node)
@@ -76,13 +77,13 @@ def _is_end(node: fx.Node) -> bool:
 
 
 def _path(node: fx.Node) -> tuple[str, ...]:
-    """The modules that a node stands in; its own name if there are none."""
+    """The modules around a node; its own name if there are none."""
     path = tuple(str(node.meta.get("path", node.name)).split("."))
     return path[:-1] or path
 
 
 def _frame(node: fx.Node) -> str:
-    """The top-level module around a node; "" if it stands in the forward of the model itself."""
+    """The top-level module around a node; "" for a node in the forward of the model itself."""
     path = str(node.meta.get("path", ""))
     if "." in path and not _is_end(node):
         return path.partition(".")[0]

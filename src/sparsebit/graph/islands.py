@@ -1,4 +1,4 @@
-"""Islands: what torch.fx cannot trace stays a leaf that runs as it is, and says why."""
+"""Islands: modules that torch.fx cannot trace. They stay leaves, run their own code, and keep the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ OWN = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, GRAP
 
 @dataclass(frozen=True)
 class Island:
-    """A module that stays a leaf: `path` ("" is the whole model), the error that stopped the trace, and where."""
+    """A module that stays a leaf: its `path` ("" is the whole model), the error that stopped the trace, and
+    the line."""
 
     path: str
     error: str
@@ -45,7 +46,7 @@ def island(path: str, error: BaseException) -> Island:
 
 
 def warn_of(islands: Mapping[str, Island]) -> None:
-    """One line for each reason, with the first two of the islands that it made."""
+    """One line for each reason, with the first two islands that have it."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for found in islands.values():
         reasons.setdefault((found.error, found.line), []).append(found.path or "the model")
@@ -55,13 +56,13 @@ def warn_of(islands: Mapping[str, Island]) -> None:
             more = f" and {len(paths) - 2} more"
         shown = line if len(line) <= 100 else f"{line[:100]} ..."
         log.warning(
-            "not traced, runs as it is: %s%s: %s%s",
+            "not traced, runs its own code: %s%s: %s%s",
             ", ".join(paths[:2]), more, error, f" ({shown})" if shown else "",
         )  # fmt: skip
 
 
 class Whole(nn.Module):
-    """A model that stays one node: its forward runs as it is, with whatever arguments it takes."""
+    """A model that stays one node: its own forward runs, with any arguments."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -72,9 +73,9 @@ class Whole(nn.Module):
 
 
 def with_named_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.GraphModule:
-    """The same graph, where one of as_one_node() has an input for each argument of this call.
+    """A graph of as_one_node() with one input for each argument of this call.
 
-    torch.export hands arguments to a graph by their place, and loses the names of `**kwargs`.
+    torch.export passes arguments to a graph by position, and loses the names of `**kwargs`.
     """
     if not isinstance(getattr(gm, "whole", None), Whole):
         return gm

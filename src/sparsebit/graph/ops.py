@@ -1,4 +1,4 @@
-"""What a node of a torch.fx graph is: the op it computes, its module, its inputs, its side effects."""
+"""The meaning of a node of a torch.fx graph: its op, its module, its inputs, its side effects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def module_of(node: fx.Node, gm: nn.Module) -> nn.Module:
 
 
 def op_of(node: fx.Node, gm: fx.GraphModule) -> Any:
-    """What a node computes: a module class, a function, an unbound Tensor method, or else `node.op`.
+    """The op of a node: a module class, a function, an unbound Tensor method, or else `node.op`.
 
     A method that torch.Tensor does not have stays a string.
     """
@@ -57,13 +57,15 @@ def op_of(node: fx.Node, gm: fx.GraphModule) -> Any:
 
 
 def is_op(op: Any, ops: Collection[Any]) -> bool:
-    """Is `op` one of `ops`? A class also is each of its bases: a user's conv is an nn.Conv2d."""
+    """Is `op` one of `ops`? A class also counts as each of its bases: a user's conv is an nn.Conv2d."""
     return op in ops or (isinstance(op, type) and any(base in ops for base in op.__mro__))
 
 
 def inputs_of(node: fx.Node) -> list[fx.Node]:
-    """The Node-valued inputs in the order of the call: args, then kwargs; lists, tuples, dicts and slices are
-    flattened. Unlike `node.all_input_nodes` a node used twice is there twice: `x + x` has two inputs.
+    """The inputs that are nodes, in the order of the call: args, then kwargs.
+
+    Lists, tuples, dicts and slices are flattened. Unlike `node.all_input_nodes`, a node that is used twice
+    comes twice: `x + x` has two inputs.
     """
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
@@ -71,21 +73,21 @@ def inputs_of(node: fx.Node) -> list[fx.Node]:
 
 
 def argument(node: fx.Node, at: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, given by position or by name."""
+    """An argument of a call, by position or by name."""
     if len(node.args) > at:
         return node.args[at]
     return node.kwargs.get(name, default)
 
 
 def name_of(node: fx.Node) -> str:
-    """Of the function or method that it calls, the path of the module or tensor; "" if that has no name."""
+    """The name of the function or method, or the path of the module or tensor; "" if there is none."""
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", "")
 
 
 def module_calls(gm: fx.GraphModule) -> Counter[str]:
-    """How often each module is called: one that is called twice must not change for one call."""
+    """How often each module is called. A module that is called twice must not change for one call."""
     return Counter(str(node.target) for node in gm.graph.nodes if node.op == "call_module")
 
 
@@ -100,7 +102,7 @@ def writes_input(node: fx.Node, gm: nn.Module) -> bool:
     if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None or _inplace_argument(node):
         return True
     if getattr(node.target, "__module__", "") == "_operator":
-        return False  # operator.and_ is named so only because `and` is taken
+        return False  # operator.and_ ends in _ only because `and` is a keyword
     if isinstance(node.target, str):
         name = node.target
     else:
@@ -109,7 +111,7 @@ def writes_input(node: fx.Node, gm: nn.Module) -> bool:
 
 
 def _inplace_argument(node: fx.Node) -> bool:
-    """`F.relu(x, True)`: the flag by its position."""
+    """`F.relu(x, True)`: the flag by position."""
     if node.op != "call_function" or not any(a is True for a in node.args):
         return False
     try:
@@ -124,19 +126,20 @@ def _inplace_argument(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Does the node matter even when nobody uses its value? Inputs and outputs do, and whatever writes in place."""
+    """Does the node matter without a reader of its value? Inputs and outputs do, and nodes that write in
+    place."""
     return node.is_impure() or writes_input(node, gm)
 
 
 def bookkeeping(function: F) -> F:
-    """Decorator for a function that a graph calls for its effect only, such as a check of an input."""
+    """Decorator for a function that a graph calls only for its effect, such as a check of an input."""
     fx.node.has_side_effect(function)
     vars(function)["bookkeeping"] = True
     return function
 
 
 def is_bookkeeping(node: fx.Node) -> bool:
-    """Calls that compute nothing: they make an output object, check an input, or switch gradients off and on.
+    """Does the node compute no value? It builds an output object, checks an input, or switches gradients.
 
     Such functions and modules have the attribute `bookkeeping = True`.
     """

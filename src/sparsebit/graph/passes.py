@@ -1,7 +1,7 @@
 """A pass is a named function (gm, ctx) -> number of changed places; `run_passes` runs a list of them.
 
-Around every pass: dead code goes, the graph is linted and recompiled once, name / changes / ms are logged;
-in checked mode the float output before and after a `keeps_output` pass must agree.
+After every pass, dead code is erased, the graph is linted and recompiled once, and name, changes and
+milliseconds are logged. In checked mode the float output before and after a `keeps_output` pass must agree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GraphPass:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did."""
+    """The result of one pass."""
 
     name: str
     changes: int = 0
@@ -61,11 +61,11 @@ def run_passes(
 ) -> list[PassReport]:
     """Run `passes` in order on `gm`, in place.
 
-    ctx    handed to every pass; `ctx.config` decides which passes run.
-    check  example arguments of the model; if given, every `keeps_output` pass is held to its word.
+    ctx    is passed to every pass; `ctx.config` decides which passes run.
+    check  example arguments of the model. If given, the output is compared before and after every `keeps_output` pass.
     """
     reports: list[PassReport] = []
-    output = None  # of the graph as it stands, if known
+    output = None  # of the current graph, if known
     if remove_dead_code(gm):
         _finish(gm)
     for step in passes:
@@ -109,7 +109,7 @@ def _finish(gm: fx.GraphModule) -> None:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Errors say in which pass they happened, and keep their type where Python can add notes (3.11)."""
+    """Inside, errors name the pass. They keep their type where Python can add notes (3.11)."""
     try:
         yield
     except Exception as error:
@@ -120,7 +120,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _run(gm: fx.GraphModule, args: tuple[Any, ...] | None) -> Any:
-    """The float output, without a trace: same random numbers each time, eval mode, inputs copied."""
+    """The float output without a trace: the same random numbers each time, eval mode, copies of the inputs."""
     args = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
     with evaluating(gm), torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

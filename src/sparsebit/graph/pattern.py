@@ -23,7 +23,7 @@ log = logging.getLogger("sparsebit")
 
 @dataclass
 class Match:
-    """Where a pattern fits: `m["conv"]` is the node of that name, `m.module("conv")` its module."""
+    """A place where a pattern fits: `m["conv"]` is the node of that name, `m.module("conv")` its module."""
 
     gm: fx.GraphModule
     anchor: fx.Node  # the node that the outermost Pat fits
@@ -41,11 +41,12 @@ class Match:
     def __contains__(self, name: str) -> bool:
         return name in self.nodes
 
-    def module(self, name: str) -> Any:  # the pattern says of which class
+    def module(self, name: str) -> Any:  # the pattern decides the class
         return module_of(self[name], self.gm)
 
     def decline(self, reason: str) -> fx.Node | None:
-        """`return m.decline("the weight is shared")` in a rewrite: leave this place as it is, and say why."""
+        """`return m.decline("the weight is shared")` in a rewrite: leave this place without a change, for
+        this reason."""
         self.reason = reason
         return None
 
@@ -55,13 +56,13 @@ class Pat:
 
     inputs    one Pat per Node-valued input, in the order of the call: args, then kwargs, lists and tuples
               flattened (`cat([a, b])` has two), constants left out (`x + 1` has one). `...` at the end allows
-              more inputs. No inputs at all: the inputs do not matter.
-    name      how the rewrite finds the node; a name used twice must be the same node.
+              more inputs. Without any Pat, the inputs may be anything.
+    name      the rewrite finds the node by it; a name that is used twice must be the same node.
     where     `where(match, node) -> bool`, called when the node's inputs have been matched.
     commutes  the inputs may come in any order.
-    shared    the node's value may be used outside of the match; otherwise a node below the anchor fits only
-              if all its users are in the match: a rewrite would pull it away under the others. A Pat of ANY
-              without inputs is the rim of the match and always may be shared.
+    shared    the value may have readers outside of the match. Otherwise a node below the anchor fits only if all its
+              readers are in the match, because a rewrite would remove it. A Pat of ANY without inputs is the rim
+              of the match and may always be shared.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Pat:
         return None
 
     def _fit(self, node: fx.Node, m: Match) -> Iterator[Match]:
-        """Every way to fit; each is a Match of its own, so that a failed try leaves no trace."""
+        """Every way to fit. Each is a separate Match, so a failed try leaves no trace."""
         if self.ops is not None and not is_op(op_of(node, m.gm), self.ops):
             return
         if self.name is not None and m.nodes.get(self.name, node) is not node:
@@ -145,11 +146,11 @@ ANY = Pat(None)
 
 @dataclass(frozen=True)
 class Rule:
-    """A pattern and what to do where it fits.
+    """A pattern, and a rewrite for the places where it fits.
 
-    `rewrite(match)` returns the node that takes the anchor's place (the anchor itself if it was changed where
-    it stands), or None to decline, best as `return match.decline("why")`. What the match covered and nobody
-    uses any more is erased. The caller lints and recompiles: `run_passes` does.
+    `rewrite(match)` returns the node that takes the anchor's place (the anchor itself if it was changed in
+    place), or None to decline, best as `return match.decline("why")`. Matched nodes without readers are
+    erased. The caller lints and recompiles: `run_passes` does.
     """
 
     name: str
@@ -160,9 +161,9 @@ class Rule:
     )  # (anchor, reason), last apply
 
     def apply(self, gm: fx.GraphModule) -> int:
-        """Rewrite every place, in one walk along the graph; returns how many places changed.
+        """Rewrite every place in one walk along the graph; returns how many places changed.
 
-        Inputs come before their users, so a chain collapses in one walk; a node that a rewrite created and
+        Inputs come before their readers, so a chain collapses in one walk. A node that a rewrite created and
         returned is tried at once.
         """
         self.declined.clear()
@@ -187,7 +188,7 @@ class Rule:
             if changed > limit:
                 raise GraphError(
                     f"rule {self.name!r} still matches after {limit} rewrites, last at {new.name}: it "
-                    f"matches what it creates; add a `where` that tells its result from its pattern"
+                    f"matches what it creates; add a `where` that excludes its result"
                 )
         return changed
 
@@ -197,7 +198,7 @@ class Rule:
         if new is None:
             reason = m.reason or "no reason given"
             self.declined.append((m.anchor.name, reason))
-            log.debug("%s: left %s as it is: %s", self.name, m.anchor.name, reason)
+            log.debug("%s: did not change %s: %s", self.name, m.anchor.name, reason)
             return None
         if new is not m.anchor:
             for user in users:
@@ -208,5 +209,5 @@ class Rule:
 
 
 def _gone(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Erased by an earlier rewrite, or left without a use by it."""
+    """Was the node erased by an earlier rewrite, or did it lose all its readers?"""
     return node._erased or (not node.users and not has_effect(node, gm))

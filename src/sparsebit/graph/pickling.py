@@ -1,7 +1,7 @@
-"""Pickle a GraphModule with everything that its nodes know.
+"""Pickle a GraphModule together with the meta data of its nodes.
 
-torch pickles the code of a graph and traces it again, which loses `meta` of the graph and of its nodes. Here the nodes
-themselves are written down.
+torch pickles the code of a graph and traces it again, which loses `meta` of the graph and of its nodes. Here
+the nodes themselves are stored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import fx, nn
 
-OF_CODE = ("_graph", "_code", "_lineno_map", "_prologue_start")  # what recompile() makes
+OF_CODE = ("_graph", "_code", "_lineno_map", "_prologue_start")  # recompile() makes these
 OF_TRACE = (
     "val",
     "example_value",
     "tensor_meta",
     "from_node",
-)  # fake tensors, and what torch.export remembers
+)  # fake tensors, and notes of torch.export
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class _Ref:
 
 
 class Picklable:
-    """Stands for a GraphModule in the state of its owner; whoever unpickles or copies it gets the GraphModule."""
+    """Takes the place of a GraphModule in the state of its owner. Unpickling or copying it gives the
+    GraphModule."""
 
     def __init__(self, gm: fx.GraphModule):
         self.gm = gm
@@ -74,5 +75,5 @@ def from_data(data: dict[str, Any]) -> fx.GraphModule:
     root = nn.Module()
     root.__dict__.update(data["state"])
     gm = fx.GraphModule(root, graph, data["name"])
-    gm.__dict__.update(data["state"])  # hooks, aliases, what no node calls
+    gm.__dict__.update(data["state"])  # hooks, aliases, and modules without a call
     return gm

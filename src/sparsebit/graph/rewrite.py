@@ -1,4 +1,4 @@
-"""The few edits that passes share. None recompiles: `run_passes` does that once per pass."""
+"""The few edits that passes share. None of them recompiles: `run_passes` does that once per pass."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def replace_module(gm: fx.GraphModule, node: fx.Node, name: str, module: nn.Modu
 def replace_modules(gm: fx.GraphModule, new: Mapping[fx.Node, tuple[str, nn.Module]]) -> None:
     """Turn nodes into calls of new modules {node: (name, module)}; their names, arguments and meta stay.
 
-    A module that stands under one of the names and is still used by other nodes moves aside, so that shared
-    modules, and `add` the function beside `add` the submodule, stay correct. Linear in the graph for the
-    whole batch.
+    A module that already has one of the names and that other nodes call gets another name. So shared modules,
+    and the function `add` beside a submodule `add`, stay correct. The time is linear in the size of the
+    graph.
     """
     names = {name for name, _ in new.values()}
     if len(names) < len(new):
@@ -84,7 +84,7 @@ def insert_module_before(
 
 
 def fresh_name(gm: fx.GraphModule, name: str) -> str:
-    """`name`, or `name_1`, `name_2` ... if the model has something of that name."""
+    """`name`, or `name_1`, `name_2` ... if the model already has that name."""
     count = 0
     fresh = name
     while _is_taken(gm, fresh):
@@ -103,9 +103,10 @@ def _is_taken(gm: fx.GraphModule, path: str) -> bool:
 
 
 def erase_unused(nodes: Iterable[fx.Node], gm: fx.GraphModule) -> int:
-    """Erase those of `nodes` that nobody uses, side effects or not, and what only they had kept alive.
+    """Erase those of `nodes` that have no reader, with or without side effects, and inputs that only they
+    needed.
 
-    For nodes that a rewrite replaced. Placeholders and the output stay (the signature is the user's).
+    It is for nodes that a rewrite replaced. Placeholders and the output stay (the signature is the user's).
     """
     erased = 0
     replaced = dict.fromkeys(nodes)
@@ -123,7 +124,8 @@ def erase_unused(nodes: Iterable[fx.Node], gm: fx.GraphModule) -> int:
 
 
 def remove_dead_code(gm: fx.GraphModule) -> int:
-    """Erase what does not reach the output; placeholders and side effects stay. Returns how many went."""
+    """Erase nodes that do not reach the output; placeholders and side effects stay. Returns how many were
+    erased."""
     dead = 0
     for node in reversed(gm.graph.nodes):
         if not node.users and not has_effect(node, gm):
@@ -133,7 +135,8 @@ def remove_dead_code(gm: fx.GraphModule) -> int:
 
 
 def remove_unused_modules(gm: fx.GraphModule) -> int:
-    """Delete submodules that no node calls or reads from, in one walk (fx's own way is quadratic)."""
+    """Delete submodules that no node calls or reads, in one walk (fx's delete_all_unused_submodules is
+    quadratic)."""
     whole: set[str] = set()  # called: kept with everything inside
     path: set[str] = set()  # on the way to something used
     for node in gm.graph.nodes:
@@ -156,7 +159,8 @@ def remove_unused_modules(gm: fx.GraphModule) -> int:
 
 
 def remove_unread_tensors(gm: fx.GraphModule) -> int:
-    """Delete parameters and buffers that no node reads and no called module holds. Returns how many went."""
+    """Delete parameters and buffers that no node reads and no called module holds. Returns how many were
+    deleted."""
     read = {str(node.target) for node in gm.graph.nodes if node.op in ("call_module", "get_attr")}
     gone = 0
     for path, module in gm.named_modules():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def check_torch_version(version: str) -> bool:
-    """Whether the installed torch is at least `version`."""
+    """Is the installed torch at least `version`?"""
     import torch
 
     return bool(torch.__version__ >= version)  # a TorchVersion: compares as versions, not as text

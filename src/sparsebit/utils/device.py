@@ -1,4 +1,4 @@
-"""Device: the DEVICE option of a config, a name that torch understands. torch loads when one is read."""
+"""Device: the DEVICE option of a config, a name that torch understands. torch is loaded when one is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there as a whole, or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 def write_whole(path: str | Path, data: bytes) -> None:
-    """An interrupted write leaves the old file."""
+    """Write a file; an interrupted write leaves the old file."""
     with whole_file(path) as file:
         file.write(data)
 

@@ -1,7 +1,8 @@
 """From an aten op, as torch.export records it, back to the torch function or method that people write.
 
-One rule does most: torch.nn.functional.<name> if its parameters have the names of the op's, else torch.<name>, else
-the Tensor method <name>. Rows are for ops that differ from all of these. What is left stays the aten op.
+One rule covers most ops: torch.nn.functional.<name> if its parameters have the names of the op's, else
+torch.<name>, else the Tensor method <name>. The rows are for ops that differ from all of these. Other ops
+stay aten ops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparsebit.graph.export.experts import grouped_mm
 
 
 class Call(NamedTuple):
-    """A call in the graph; with `item`, its result is the one entry of the op's tuple that is in use."""
+    """A call in the graph. With `item`, its result is the only used entry of the tuple that the op returns."""
 
     target: Any  # a function, or the name of a method
     args: tuple[Any, ...]
@@ -29,17 +30,17 @@ class Call(NamedTuple):
     item: int | None = None
 
 
-Values = dict[str, Any]  # the arguments that were given, by the names of the op's schema
+Values = dict[str, Any]  # the given arguments, by the names of the op's schema
 _DROPPED = {
     "cudnn_enable",
     "cudnn_enabled",
     "pin_memory",
     "implicit",
-}  # no meaning outside aten, or none at all
+}  # these have no meaning outside aten, or none at all
 
 
 def translate(node: fx.Node) -> Call | None:
-    """What to call instead of the aten op of `node`; None if nothing does the same."""
+    """The call that does the same as the aten op of `node`; None if there is none."""
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
         return None
@@ -96,15 +97,13 @@ def _by_parameters(function: Callable[..., Any], values: Values) -> Call | None:
     """A call of a Python function with the op's arguments by name, if it has them all."""
     (_, first), *rest = _kept(values).items()
     first_name, *names = inspect.signature(function).parameters
-    if (
-        first_name in ("args", "kwargs") or "reduction" in values
-    ):  # of F's losses: a string there, a number here
+    if first_name in ("args", "kwargs") or "reduction" in values:  # a string in F's losses, a number here
         return None
     named = {{"train": "training"}.get(key, key): value for key, value in rest}
     if not set(named) <= set(names):
         return None
     args = [first]
-    for name in names:  # positional as long as the order is the same
+    for name in names:  # by position as long as the order is the same
         if next(iter(named), None) != name:
             break
         args.append(named.pop(name))
@@ -159,7 +158,7 @@ def _rsub(v: Values) -> Call | None:
 
 
 def _to(v: Values) -> Call:
-    """Without what says nothing: a layout, or the device that the tensor is on (it may move with the model)."""
+    """Leave out arguments without effect: a layout, or the device of the tensor (it may move with the model)."""
     kept = {k: x for k, x in v.items() if k not in ("layout", "pin_memory") and x is not None}
     value = kept["self"].meta.get("val")
     if isinstance(value, torch.Tensor) and kept.get("device") == value.device:
@@ -168,7 +167,7 @@ def _to(v: Values) -> Call:
 
 
 def _hardtanh(v: Values) -> Call | None:
-    """ReLU6 is recorded as this."""
+    """ReLU6 is recorded as hardtanh."""
     is_relu6 = v.get("min_val", -1.0) == 0 and v.get("max_val", 1.0) == 6
     return Call(F.relu6, (v["self"],)) if is_relu6 else None
 
@@ -186,7 +185,7 @@ def _pool(name: str, item: int | None = None) -> Callable[[Values], Call]:
 
 
 def _first_of(name: str) -> Callable[[Values], Call]:
-    """The op also returns where it found the values."""
+    """The op also returns the positions of the values."""
     return lambda v: Call(getattr(F, name), tuple(v.values()), item=0)
 
 

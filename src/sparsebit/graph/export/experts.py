@@ -1,5 +1,6 @@
-"""Experts of a mixture: rows of the input are sorted by expert, `offs[i]` is where the rows of expert i end, and each
-expert has a matrix of its own. torch has an op for it (`grouped_mm`, a few dtypes only), transformers a fallback."""
+"""Experts of a mixture. Rows of the input are sorted by expert, `offs[i]` is the end of the rows of expert i,
+and each expert has its matrix. torch has an op for it (`grouped_mm`, a few dtypes only), and transformers has
+a fallback."""
 
 from __future__ import annotations
 

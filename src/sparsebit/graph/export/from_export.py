@@ -1,7 +1,8 @@
-"""The torch.export front-end: an exported program becomes a graph of ordinary torch calls over its own parameters.
+"""The torch.export front-end: an exported program becomes a graph of ordinary torch calls over the same
+parameters.
 
-It is called like the model it came from and returns what that returned; nodes are named after the modules that made
-them. What the rest of the library does with graphs from torch.fx it can do with these.
+The graph is called like the model and returns the same structures. Nodes have the names of the modules that
+made them. The rest of the library treats it like a graph from torch.fx.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def is_exported(model: Any) -> bool:
 def from_exported(program: torch.export.ExportedProgram | fx.GraphModule) -> fx.GraphModule:
     """The graph of `program` in ordinary torch calls, over copies of its parameters.
 
-    It takes the arguments that the program was exported with, positional or by name. Inputs that the exported
-    graph is not made for (another size of an axis that was fixed, another flag) are refused.
+    It takes the arguments that the program was exported with, by position or by name. It refuses inputs that
+    do not fit the exported graph: another size of a fixed axis, or another flag.
     """
     if isinstance(program, fx.GraphModule):
         exported = program
@@ -69,7 +70,7 @@ def from_exported(program: torch.export.ExportedProgram | fx.GraphModule) -> fx.
 def trace_export(
     model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> fx.GraphModule:
-    """`model` through torch.export: `from_exported`, with the signature of the model's own forward.
+    """`model` through torch.export: `from_exported`, with the signature of the model's forward.
 
     args, kwargs  an example call. Sizes that the model does not fix may differ later, but not the height and the
                   width of images.
@@ -81,7 +82,7 @@ def trace_export(
 
 
 class _Conversion:
-    """One exported module -> one fx.GraphModule."""
+    """Converts one exported module into one fx.GraphModule."""
 
     def __init__(
         self, exported: fx.GraphModule, signature: inspect.Signature | None, build: Build | None, clone: bool
@@ -93,8 +94,8 @@ class _Conversion:
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.copies: dict[int, Tensor] = {}  # by the id of the original: tied weights stay tied
-        self.blocks: dict[nn.Module, str] = {exported: ""}  # where the attributes of blocks of code go
-        self.alone: set[fx.Node] = set()  # ops that are all of a torch.nn module
+        self.blocks: dict[nn.Module, str] = {exported: ""}  # prefixes for the attributes of blocks of code
+        self.alone: set[fx.Node] = set()  # ops that are the whole of a torch.nn module
         self.device: tuple[torch.device, fx.Node] | None = None  # of the inputs, and an input on it
 
     def result(self, name: str) -> fx.GraphModule:
@@ -108,9 +109,10 @@ class _Conversion:
             node.meta.setdefault("path", node.name if node.op == "call_function" else str(node.target))
         return gm
 
-    # -- what goes in and out ------------------------------------------------------------------------
+    # -- inputs and outputs --------------------------------------------------------------------------
     def _inputs(self) -> dict[fx.Node, Any]:
-        """Placeholders as in the user's forward; the leaves of their values stand for the exported placeholders."""
+        """Placeholders as in the user's forward. The leaves of their values replace the exported
+        placeholders."""
         values = {name: self._placeholder(p) for name, p in self.signature.parameters.items()}
         self.root.check_inputs = InputCheck(self.arguments, self.exported)
         self.graph.create_node("call_module", "check_inputs", kwargs={**values}, name="check_inputs")
@@ -148,9 +150,9 @@ class _Conversion:
 
     # -- the ops -------------------------------------------------------------------------------------
     def _body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], no_grad: bool = False) -> Any:
-        """Copy the graph of `owner`, translated; returns what it outputs.
+        """Copy the graph of `owner`, translated; returns its output.
 
-        `env` says what stands for an exported node here: a value, or a tuple or dict of the entries of its result.
+        `env` maps an exported node to its new value, or to a tuple or dict of the entries of its result.
         """
         self.alone |= _only_ops(owner.graph)
         for node in owner.graph.nodes:
@@ -174,7 +176,8 @@ class _Conversion:
         return None
 
     def _inlined(self, node: fx.Node, env: dict[fx.Node, Any], no_grad: bool) -> tuple[Any, ...] | None:
-        """A block under `no_grad`; one without autocast, if it has weights: the others are precise on purpose."""
+        """Inline a block under `no_grad`, and a block without autocast if it has weights: others need the
+        precision."""
         op = getattr(node.target, "__name__", "")
         if op not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return None
@@ -218,7 +221,7 @@ class _Conversion:
         return {item: new}
 
     def _value(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-        """What stands for a node; a block that a higher-order op runs becomes a submodule."""
+        """The new value of a node; a block of code that a higher-order op runs becomes a submodule."""
         value = env[node]
         if not isinstance(value, nn.Module):
             return value
@@ -257,7 +260,7 @@ class _Conversion:
 
 
 def _innermost(node: fx.Node) -> tuple[str, str, str]:
-    """The module whose forward made the node: its key (one for each call), its path, its class."""
+    """The module whose forward made the node: its key (one per call), its path, its class."""
     stack = node.meta.get("nn_module_stack") or {}
     key, (path, kind) = list(stack.items())[-1] if stack else ("", ("", ""))
     if not (isinstance(kind, str)):
@@ -268,7 +271,7 @@ def _innermost(node: fx.Node) -> tuple[str, str, str]:
 
 
 def _only_ops(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that are all of what a torch.nn module computes, besides sizes, first states and entries of tuples."""
+    """Nodes that are the only op of a torch.nn module, apart from sizes, first states and entries of tuples."""
     made: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         key, path, kind = _innermost(node)
@@ -296,7 +299,7 @@ def _identifier(path: str) -> str:
 
 
 def _assign(root: nn.Module, path: str, value: Any) -> None:
-    """Put `value` at `path`; what is missing on the way is made."""
+    """Put `value` at `path`; missing modules on the way are made."""
     *parents, last = path.split(".")
     for name in parents:
         if name not in root._modules:

@@ -1,6 +1,7 @@
-"""torch.export with as many dynamic sizes as work, and as are worth it.
+"""torch.export with as many dynamic sizes as possible and useful.
 
-Height and width of images stay fixed: with them as unknowns, torch.export takes minutes (swin_t: 178 s instead of 6).
+Height and width of images stay fixed: with dynamic ones, torch.export takes minutes (swin_t: 178 s instead of
+6).
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ log = logging.getLogger("sparsebit")
 def run_export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[fx.GraphModule, Build]:
-    """`model`, exported, every size dynamic (of images the batch) if that works, else the batch size, else none;
-    and how to make its output from what the exported module returns. `model` is changed and of no further use."""
+    """Export `model`; returns the exported module and a function that rebuilds the model's output from its
+    leaves.
+
+    First every size is dynamic (of images the batch), then only the batch size, then none. `model` is changed
+    and cannot be used afterwards.
+    """
     trouble: Exception | None = None
     signature = inspect.signature(model.forward)
     _register_dataclasses((args, kwargs))
@@ -42,7 +47,8 @@ def run_export(
                 program = torch.export.export(model, *example, dynamic_shapes=shapes, strict=False)
                 exported = program.module()
             assert isinstance(exported, fx.GraphModule)
-            check_call(exported, signature, args, kwargs)  # also a batch that was doubled
+            # also the example, if its batch was doubled for the export
+            check_call(exported, signature, args, kwargs)
             build = outputs[-1]
             if not _agrees(exported, model, (args, kwargs)):
                 raise TraceError("the exported graph computes another output than the model")
@@ -51,9 +57,11 @@ def run_export(
             continue
         if trouble is not None:
             log.warning(
-                "the graph keeps %s of the example, torch.export said: %s", fixed, _first_line(trouble)
+                "the graph keeps %s of the example, because torch.export failed: %s",
+                fixed,
+                _first_line(trouble),
             )
-        # torch.export takes sizes for larger than 1, so `if len(x) == 1` leaves no trace: try it
+        # torch.export takes sizes as larger than 1, so `if len(x) == 1` leaves no trace: try it
         exported.meta["not_for_one"] = not _agrees(exported, model, _first_sample(args, kwargs))
         return exported, build
     assert trouble is not None
@@ -61,7 +69,8 @@ def run_export(
 
 
 def _return_leaves(model: nn.Module, kwargs: dict[str, Any]) -> list[Build]:
-    """Let `model` return only the tensors inside its output, whatever that is; the list gets how to remake it."""
+    """Let `model` return only the tensors inside its output; the list receives functions that rebuild the
+    output."""
     forward = model.forward
     builds: list[Build] = []
 
@@ -78,7 +87,7 @@ def _return_leaves(model: nn.Module, kwargs: dict[str, Any]) -> list[Build]:
 
 
 def _without_var_keyword(signature: inspect.Signature, kwargs: dict[str, Any]) -> inspect.Signature:
-    """`**named` as the names that are given: torch.export loses track of their dynamic sizes otherwise."""
+    """Replace `**named` by the given names: torch.export loses their dynamic sizes otherwise."""
     kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     extra = [name for name in kwargs if name not in signature.parameters]
     return signature.replace(
@@ -101,8 +110,8 @@ def _explained(
 
 
 def _attempts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, int, Any]]:
-    """(what stays fixed, how many leading axes are dynamic, example). torch.export fixes sizes of 1, so a batch of
-    one is doubled."""
+    """Tuples (what stays fixed, number of dynamic leading axes, example). torch.export fixes sizes of 1, so a
+    batch of one is doubled."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
     single = bool(tensors) and all(x.shape[0] == 1 for x in tensors)
     fresh = lambda: pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
@@ -151,7 +160,8 @@ def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Gradients on and torch's fused attention off: both would change the recorded ops. No advice on stderr."""
+    """Gradients on and torch's fused attention off, because both change the recorded ops; no warnings on
+    stderr."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -163,7 +173,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _register_dataclasses(inputs: Any) -> None:
-    """Make dataclasses among the inputs known to torch.export."""
+    """Register dataclasses among the inputs with torch.export."""
     while True:
         leaves = pytree.tree_leaves(inputs)
         unknown = {type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)}

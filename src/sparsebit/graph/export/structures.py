@@ -1,7 +1,7 @@
-"""What an exported graph takes and returns: the user's own structures, and a check that the graph is made for them.
+"""The inputs and outputs of an exported graph: the user's structures, and a check that inputs fit the graph.
 
-torch.export fixes whatever the forward looked at: flags, sizes in an `if`, which inputs are None. Other inputs would
-silently get the answer for those; InputCheck refuses them.
+torch.export fixes everything that the forward looked at: flags, sizes in an `if`, which inputs are None. The
+graph would compute a wrong output for other inputs, so InputCheck refuses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebit.errors import TraceError
 
 UNKNOWN = object()
 Step = tuple[Any, Any]  # (operator.getitem, key) or (getattr, name)
-Build = Callable[[Sequence[Any]], Any]  # leaves -> the value that has them
+Build = Callable[[Sequence[Any]], Any]  # leaves -> the value that contains them
 
 
 def leaves_of(arguments: dict[str, Any]) -> Iterator[tuple[str, list[Step], Any]]:
@@ -42,7 +42,7 @@ def _index(key: Any) -> Any:
 def arguments_of(
     exported: fx.GraphModule, signature: inspect.Signature | None
 ) -> tuple[inspect.Signature, dict[str, Any]]:
-    """The signature of the forward, and for each parameter what it held: the exported placeholders in its leaves."""
+    """The signature of the forward, and the value of each parameter with exported placeholders as leaves."""
     placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
     info = getattr(exported.graph._codegen, "pytree_info", None)
     if info is None:  # a plain graph
@@ -58,7 +58,8 @@ def arguments_of(
 
 
 def _signature(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.Signature:
-    """All by position or name; what is constant in the graph may be left out, where Python allows that."""
+    """All parameters by position or name. A parameter that is constant in the graph is optional, where Python
+    allows it."""
     parameters: list[inspect.Parameter] = []
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     empty = inspect.Parameter.empty
@@ -74,21 +75,21 @@ def _signature(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def is_literal(value: Any) -> bool:
-    """Can it stand in the code that torch.fx writes?"""
+    """Can torch.fx write it into the code of a graph?"""
     return value is None or type(value) in (bool, int, float, str)
 
 
 class InputCheck(nn.Module):
-    """Refuses inputs that the graph is not made for; called with all arguments of the forward, by name."""
+    """Refuses inputs that do not fit the graph; called with all arguments of the forward, by name."""
 
     bookkeeping = True
-    _is_impure = True  # torch.fx keeps the call though nobody uses its result
+    _is_impure = True  # torch.fx keeps the call although its result has no reader
 
     def __init__(self, arguments: dict[str, Any], exported: fx.GraphModule):
         super().__init__()
         self.wanted = {_name(a, steps): _wanted(leaf) for a, steps, leaf in leaves_of(arguments)}
         self.guards = [*_guards(leaf for _, _, leaf in leaves_of(arguments)), *_in_range(exported)]
-        self.accepted: set[Any] = set()  # sizes for which the guards were seen to hold
+        self.accepted: set[Any] = set()  # sizes that fulfil the guards
 
     def forward(self, **arguments: Any) -> None:
         if torch.compiler.is_compiling():
@@ -127,7 +128,7 @@ def check_call(
 
 
 class PackOutputs(nn.Module):
-    """The leaves of the output -> what the model returned."""
+    """Builds the model's output from its leaves."""
 
     bookkeeping = True
 
@@ -143,8 +144,12 @@ class PackOutputs(nn.Module):
 
 
 def take_apart(value: Any, leaves: list[Any], seen: tuple[int, ...] = ()) -> Build | None:
-    """Append the tensors inside `value` to `leaves`; returns how to make such a value again from all leaves, or
-    None if there are none inside. Works for containers, and for any object that keeps them in its attributes."""
+    """Append the tensors inside `value` to `leaves`; returns a function that rebuilds the value from all
+    leaves.
+
+    None if there are no tensors inside. It works for containers, and for any object that keeps tensors in its
+    attributes.
+    """
     if isinstance(value, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         leaves.append(value)
         return operator.itemgetter(len(leaves) - 1)
@@ -152,7 +157,7 @@ def take_apart(value: Any, leaves: list[Any], seen: tuple[int, ...] = ()) -> Bui
         return None
     parts, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     known = len(parts) != 1 or parts[0] is not value
-    if not known:  # no container for torch
+    if not known:  # not a container for torch
         parts = list(getattr(value, "__dict__", {}).values())
     builds = [take_apart(part, leaves, (*seen, id(value))) for part in parts]
     if not any(builds):
@@ -172,7 +177,7 @@ def _object(cls: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Nodes and literals in tuples, lists and dicts: torch.fx can return that."""
+    """Can torch.fx return it: nodes and literals in tuples, lists and dicts?"""
     if type(value) in (tuple, list):
         return all(map(is_plain, value))
     if type(value) is dict:
@@ -185,7 +190,7 @@ def _name(argument: str, steps: list[Step]) -> str:
 
 
 def _wanted(leaf: Any) -> Any:
-    """What a leaf must be: a tuple of sizes (numbers, or expressions), or a constant."""
+    """The requirement for a leaf: a tuple of sizes (numbers or expressions), or a constant."""
     if isinstance(leaf, fx.Node):
         value = leaf.meta.get("val", UNKNOWN)
     else:
@@ -199,7 +204,7 @@ def _wanted(leaf: Any) -> Any:
 
 
 def _compare(value: Any, wanted: Any, sizes: dict[Any, int]) -> str:
-    """What was expected instead of `value`, or nothing; adds the sizes of symbols."""
+    """What was expected instead of `value`, or ""; adds the sizes of symbols."""
     if wanted is UNKNOWN:
         return ""
     if not isinstance(wanted, tuple):
@@ -220,7 +225,7 @@ def _compare(value: Any, wanted: Any, sizes: dict[Any, int]) -> str:
 
 
 def _guards(leaves: Iterator[Any]) -> list[Any]:
-    """What torch.export found out about sizes on its way, as sympy relations."""
+    """The conditions on sizes that torch.export found, as sympy relations."""
     for leaf in leaves:
         value = None
         if isinstance(leaf, fx.Node):
@@ -232,7 +237,7 @@ def _guards(leaves: Iterator[Any]) -> list[Any]:
 
 
 def _in_range(exported: fx.GraphModule) -> list[Any]:
-    """Bounds of sizes. A lower one of 2 only says that torch.export did not look at 0 and 1."""
+    """Bounds of sizes. A lower bound of 2 only means that torch.export did not try 0 and 1."""
     ranges = getattr(exported, "range_constraints", None) or {}
     usual = 1 if exported.meta.get("not_for_one") else 2
     low = [symbol >= r.lower for symbol, r in ranges.items() if r.lower > usual]

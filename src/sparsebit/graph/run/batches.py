@@ -1,4 +1,4 @@
-"""Batches of the user: what one of them may be, and how they go one after another through a model."""
+"""Batches of the user: their forms, and their way through a model, one after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EMPTY = "no calibration data: `batches` is empty; a few dozen samples are enough
 
 
 def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
-    """Forward every batch; returns how many there were."""
+    """Run the model on every batch; returns the number of batches."""
     device = getattr(model, "device", CPU)
     signature = signature_of(model)
     count = 0
@@ -37,7 +37,7 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
             args, kwargs = call.to(device)
             try:
                 model(*args, **kwargs)
-            except Exception as error:  # any error of the user's model, which goes on to the caller
+            except Exception as error:  # any error of the user's model; the caller gets it
                 refuse_odd_batch(count, str(call), first, error)
                 raise
             count += 1
@@ -47,7 +47,7 @@ def feed(model: nn.Module, batches: Any, progress: bool | None = None) -> int:
 
 
 def refuse_odd_batch(index: int, found: str, first: str, error: Exception) -> None:
-    """An error on a batch that looks unlike the first one, which ran, is the fault of the data."""
+    """Blame the data if the model failed on a batch that looks unlike the first one, which ran."""
     if index and found != first and not isinstance(error, SparsebitError):
         what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CalibrationError(
@@ -93,7 +93,7 @@ class Batches:
     """The user's batches as calls of `model`, on its device; every batch is checked before it is used.
 
     model     decides by the signature of its forward which values of a batch are inputs.
-    batches   are read each time that somebody iterates.
+    batches   are read on every iteration.
     label     names the work in the progress bar and in errors.
     once      the batches are read only once, so a generator is enough.
     """
@@ -169,7 +169,7 @@ class Batches:
             yield
         except (SparsebitError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # any error of the user's model, which goes on to the caller
+        except Exception as error:  # any error of the user's model; the caller gets it
             if not self.number:
                 raise
             form = "inputs as the example has them"

@@ -84,7 +84,8 @@ class Call(NamedTuple):
         return Call(args, kwargs)
 
     def copy(self) -> Call:
-        """A copy for a forward that may write into its inputs. Of a slice of a large tensor, only the slice."""
+        """A copy for a forward that may write into its inputs. Of a slice of a large tensor, only the slice
+        is copied."""
         copies: dict[int, Any] = {
             id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in self.tensors()
         }

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.graph.run.calls import Call
 
-SMALLEST = 1e-8  # a smaller difference is rounding, however small the values are
+SMALLEST = 1e-8  # a smaller difference counts as rounding, even if the values are small
 
 
 class Tolerance(Enum):

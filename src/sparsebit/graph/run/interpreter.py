@@ -16,7 +16,7 @@ OnValue = Callable[[fx.Node, Any], None]
 
 
 class Runner(fx.Interpreter):
-    """An fx.Interpreter whose inputs are a Call. It keeps every value until the end unless told otherwise.
+    """An fx.Interpreter whose inputs are a Call. It keeps every value until the end by default.
 
     gm        the graph that runs.
     on_value  is called with each node and its value, right after the node ran.

@@ -23,8 +23,9 @@ from sparsebit.graph.run.stores import Store
 class Lane:
     """Every batch's live values in one view of `gm`. Call `step` for each node of `gm.graph`, in order.
 
-    `base` is another lane, stepped together with this one by `advance(node, [base, lane])`: where a node's
-    inputs are the base's own values and `differs(node)` is false, the base's result is shared, not computed.
+    `base` is another lane, stepped together with this one by `advance(node, [base, lane])`. If the inputs of
+    a node are the base's values and `differs(node)` is false, the base's result is shared and not computed
+    again.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class Lane:
             yield self.store.get(values[node])
 
     def step(self, node: fx.Node, keep: bool = False) -> None:
-        """Run `node` on every batch, then forget the values without further readers; `keep` keeps its own."""
+        """Run `node` on every batch, then drop the values without further readers; `keep` keeps the value of
+        `node`."""
         self._compute(node)
         self._release(node, keep)
 
@@ -113,7 +115,7 @@ def advance(node: fx.Node, lanes: Sequence[Lane]) -> None:
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """node -> the values whose last reader it is (a value nobody reads dies at once)."""
+    """For each node, the values whose last reader it is. A value without a reader is listed under itself."""
     dies: dict[fx.Node, list[fx.Node]] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:

@@ -1,4 +1,5 @@
-"""Multiplications of aten ops: torch's own formulas, and those of ops that torch.utils.flop_counter does not know."""
+"""Multiplications of aten ops: torch's formulas, and formulas for ops that torch.utils.flop_counter does not
+know."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def parts(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     macs = int(flop_registry[packet](*args, **kwargs, out_val=out)) // 2
     if "attention" in packet.__name__:
         return [(macs // 2, args[:2]), (macs - macs // 2, (None, args[2]))]
-    first = 1 if packet in (aten.addmm, aten.baddbmm) else 0  # what is added comes first
+    first = 1 if packet in (aten.addmm, aten.baddbmm) else 0  # the addend comes first
     return [(macs, args[first : first + 2])]
 
 
@@ -47,7 +48,7 @@ def _flops(formula: Callable[..., list[Part]]) -> Callable[..., int]:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Part]:
-    """Q K', then P V; None stands for P, a value inside the fused op."""
+    """Q K', then P V; None is P, a value inside the fused op."""
     batch = math.prod(q.shape[:-2]) * q.shape[-2] * k.shape[-2]
     return [(batch * q.shape[-1], (q, k)), (batch * v.shape[-1], (None, v))]
 

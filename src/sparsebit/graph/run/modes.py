@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module, training: bool = False) -> Iterator[None]:
-    """Inside, the model is not in training, or all of it is; afterwards every module is as it was."""
+    """Inside, all modules have the flag `training`; afterwards every module has its flag back."""
     flags = {m: m.training for m in model.modules()}
     model.train(training)
     try:
@@ -21,12 +21,12 @@ def evaluating(model: nn.Module, training: bool = False) -> Iterator[None]:
 
 
 def training_flags(model: nn.Module) -> dict[str, bool]:
-    """Of every module, by its path."""
+    """The flag of every module, by its path."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_training(model: nn.Module, flags: dict[str, bool]) -> None:
-    """What has no flag gets that of the module it is in."""
+    """Set the flags. A module without one gets the flag of the module around it."""
     for path, module in model.named_modules():
         while path not in flags:
             path = path.rpartition(".")[0]

@@ -15,7 +15,7 @@ SHOWN: ContextVar[bool | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
-    """Inside, no bar is shown unless `shown`; a program that draws a line by itself switches nested bars off."""
+    """Inside, no bar is shown unless `shown`; a program that draws its own line switches nested bars off."""
     token = SHOWN.set(shown)
     try:
         yield
@@ -24,7 +24,8 @@ def bars(shown: bool) -> Iterator[None]:
 
 
 def wants_bar(progress: bool | None) -> bool:
-    """`progress` decides where it is True or False, then the block of bars(), then whether stderr is a terminal."""
+    """Is a bar shown? `progress` decides if it is True or False, then the block of bars(), then whether
+    stderr is a terminal."""
     if progress is None:
         progress = SHOWN.get()
     if progress is None:

@@ -12,7 +12,7 @@ ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: Any) -> inspect.Signature:
-    """The inputs of the forward. A QuantModel or SparseModel takes any; the user's forward decides there."""
+    """The inputs of the forward. A QuantModel or SparseModel takes any; there the user's forward decides."""
     traced = getattr(model, "model", None)
     takes = inspect.signature(model.forward).parameters.values()
     if not isinstance(traced, fx.GraphModule) or any(p.kind not in ANYTHING for p in takes):
@@ -22,7 +22,7 @@ def signature_of(model: Any) -> inspect.Signature:
 
 
 def show_signature(model: nn.Module, known: inspect.Signature | None) -> None:
-    """Let `inspect.signature(model.forward)` return `known`. A subclass that defines its own signature keeps it.
+    """Let `inspect.signature(model.forward)` return `known`. A subclass with another signature keeps it.
 
     Trainer of transformers removes the columns of a dataset that the forward does not name.
     """

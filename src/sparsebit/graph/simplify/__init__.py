@@ -1,4 +1,4 @@
-"""Passes that bring the traced graph into one form before ops are looked at; each keeps the output."""
+"""Passes that bring a traced graph into one form before its ops are looked up; each keeps the output."""
 
 from sparsebit.graph.passes import GraphPass
 from sparsebit.graph.simplify.fold_constants import fold_constants

@@ -1,6 +1,7 @@
-"""fold_constants: a weight that the forward computes from parameters (`w.t()`, `w * scale`, weight standardisation)
-becomes a parameter of its own, computed once. Only what ends in a weight is folded; nothing random, nothing written
-to in place, nothing that grows.
+"""fold_constants: a weight that the forward computes from parameters becomes a parameter, computed once.
+
+Examples are `w.t()`, `w * scale` and weight standardisation. Only weights of layers are folded, and no values
+that are random, written in place, or much larger than their sources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _TURNS = frozenset(
         *(getattr(torch.Tensor, name) for name in ("t", "permute", "transpose", "swapaxes", "swapdims")),
     }
 )
-MAX_GROWTH = 16  # a folded value may be this many times as large as what it is made from
+MAX_GROWTH = 16  # a folded value may be this many times as large as its sources
 
 
 @graph_pass("fold_constants", keeps_output=True)
@@ -60,8 +61,8 @@ class _Folder:
     def __init__(self, gm: fx.GraphModule):
         self.gm = gm
         self.folded: dict[fx.Node, str | None] = {}  # computed weight -> the attribute that holds it now
-        self.roots: dict[fx.Node, set[str] | None] = {}  # what a node is computed from; None: not constant
-        self.written: set[str] = set()  # changed by the forward: no constants
+        self.roots: dict[fx.Node, set[str] | None] = {}  # the sources of a node; None: not constant
+        self.written: set[str] = set()  # these are changed by the forward, so they are no constants
         calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
         for node in (n for n in calls if writes_input(n, gm) or n.is_impure()):
             self.written.update(*(self._roots_of(source) or () for source in node.all_input_nodes))
@@ -107,7 +108,7 @@ class _Folder:
         return set().union(*filter(None, found))
 
     def _main_root(self, node: fx.Node) -> str:
-        """The largest tensor that the value is made from gives it its name."""
+        """The largest source, which gives the value its name."""
         size = lambda name: _get(self.gm, name).numel()
         return max(sorted(self._roots_of(node) or ()), key=size)
 
@@ -131,7 +132,7 @@ class _Folder:
 
     @torch.no_grad()
     def _evaluate(self, node: fx.Node) -> Tensor | None:
-        """The value, computed on copies; None if that was random, had side effects or made too much of it."""
+        """The value, computed on copies; None if it is random, has side effects or is too large."""
         roots = {name: _get(self.gm, name).detach().clone() for name in self._roots_of(node) or ()}
         versions = {name: tensor._version for name, tensor in roots.items()}
         generators = _random_states(roots.values())

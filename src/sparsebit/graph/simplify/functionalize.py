@@ -1,7 +1,7 @@
 """functionalize: an op that writes into its input becomes one that makes a new tensor.
 
-Values can then be kept, shared and offloaded. Whoever read the input after the write reads the new tensor
-instead. Where something else that may have the same memory is read after the write, the op stays as it is.
+Values can then be kept, shared and offloaded. Readers of the input after the write read the new tensor
+instead. If another value that may share the memory is read after the write, the op stays in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparsebit.graph.ops import INPLACE_OPERATORS, argument, module_of, op_of, w
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.trace.tracer import forward_owner
 
-FRESH = frozenset(  # ops whose result is memory of its own
+FRESH = frozenset(  # ops whose result has new memory
     {
         *(getattr(nn, f"{kind}{d}d") for d in (1, 2, 3) for kind in ("Conv", "ConvTranspose")),
         nn.modules.batchnorm._BatchNorm,
@@ -40,7 +40,7 @@ FRESH = frozenset(  # ops whose result is memory of its own
         *(torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.bmm, torch.cat, torch.stack),
         *INPLACE_OPERATORS.values(),
         *INPLACE_OPERATORS,
-        "placeholder",  # a copy of the caller's tensor is what the caller would want
+        "placeholder",  # a copy of the caller's tensor is better for the caller
     }
 )
 ALIASING = frozenset(  # ops whose result may be the memory of their first input
@@ -61,7 +61,8 @@ ALIASING_NAMES = frozenset(["stochastic_depth", "drop_block2d", "drop_block3d"])
 def functionalize(gm: fx.GraphModule, ctx: Any = None) -> int:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     writers = [node for node in gm.graph.nodes if writes_input(node, gm)]
-    keep: set[nn.Module] = set()  # modules with a call that must stay in place: for all their calls
+    # modules with a call that must stay in place, which decides for all their calls
+    keep: set[nn.Module] = set()
     while True:
         done = _convertible(gm, writers, keep, order)
         more = {module_of(n, gm) for n in writers if n.op == "call_module" and n not in done} - keep
@@ -77,7 +78,7 @@ def functionalize(gm: fx.GraphModule, ctx: Any = None) -> int:
 def _convertible(
     gm: fx.GraphModule, writers: list[fx.Node], keep: set[nn.Module], order: dict[fx.Node, int]
 ) -> set[fx.Node]:
-    """The writers whose input is memory of its own that nobody has an alias of."""
+    """The writers whose input has new memory, without an alias that is read later."""
     done: set[fx.Node] = set()
     for node in writers:
         source = _written(node)
@@ -91,13 +92,13 @@ def _convertible(
 def _is_only_reader(
     writer: fx.Node, source: fx.Node, gm: fx.GraphModule, done: set[fx.Node], order: dict[fx.Node, int]
 ) -> bool:
-    """Is everything that may share the memory of `source` read before the write, or through `source` itself?"""
+    """Is every value that may share the memory of `source` read before the write, or through `source` itself?"""
     root = source
     while _may_alias(root, gm) and isinstance(root.args[0], fx.Node):
         root = root.args[0]
     if not _is_fresh(root, gm, done):
         return False
-    family = [root]  # grows while it is walked
+    family = [root]  # grows during the loop
     for alias in family:
         for user in alias.users:
             if user is writer or _reads_size(user):
@@ -118,7 +119,7 @@ def _reads_size(node: fx.Node) -> bool:
 
 
 def _may_alias(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Does the op hand on the memory of its first argument, and is that all it reads?"""
+    """May the result of the op be the memory of its first argument?"""
     if not node.args:
         return False
     if node.op == "call_module":
@@ -129,7 +130,7 @@ def _may_alias(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
-    """Is the node's value memory of its own? A subclass with a forward of its own may return anything."""
+    """Has the node's value new memory? A subclass with another forward may return anything."""
     if node in done:
         return True
     if node.op == "call_module":
@@ -140,12 +141,12 @@ def _is_fresh(node: fx.Node, gm: fx.GraphModule, done: set[fx.Node]) -> bool:
 
 
 def _written(node: fx.Node) -> Any:
-    """What the op writes into: its first argument, or the one named `input`."""
+    """The written value: the first argument, or the one named `input`."""
     return argument(node, 0, "input")
 
 
 def _plain_form(node: fx.Node) -> Any:
-    """How the op is called when it makes a new tensor; None if there is no such form."""
+    """The form of the op that makes a new tensor; None if there is none."""
     if node.op == "call_module":
         return "inplace"
     if node.op == "call_method":

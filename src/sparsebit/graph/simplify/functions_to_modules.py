@@ -1,7 +1,7 @@
-"""functions_to_modules: `F.linear(x, self.w)` becomes a call of an nn.Linear that holds that very parameter.
+"""functions_to_modules: `F.linear(x, self.w)` becomes a call of an nn.Linear that holds the same parameter.
 
-What has weights is then a module however it was written, and later passes know one form. A matrix product with a
-constant 2-D right operand is a Linear too. What is not static stays a function.
+Afterwards every op with weights is a module, and later passes know one form. A matrix product with a constant
+2-D right operand becomes a Linear too. A call whose options are computed stays a function.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def functions_to_modules(gm: fx.GraphModule, ctx: Any = None) -> int:
 
 
 class _Rewrite:
-    """One run of the pass: what has been made so far is shared by further calls with the same weights."""
+    """One run of the pass. Calls with the same weights share one module."""
 
     def __init__(self, gm: fx.GraphModule):
         self.gm = gm
         self.made: dict[Any, str] = {}  # (class, options, tensors, path) -> name of the module
         self.parameters: dict[
             int, nn.Parameter
-        ] = {}  # made of buffers and transposed weights, by the source's id
-        self.sources: list[Tensor] = []  # alive, so that their ids stay theirs
+        ] = {}  # made of buffers and transposed weights, by the id of the source
+        self.sources: list[Tensor] = []  # kept alive, so that their ids are not used again
         self.called = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
-        # weights that nothing else than matrix products reads: these may be replaced by their transposes
+        # weights that only matrix products read: these may be replaced by their transposes
         self.only_products = {
             key for key, users in _users_of_tensors(gm).items() if self._are_products(users)
         }
@@ -113,7 +113,7 @@ class _Rewrite:
         return module
 
     def _parameter(self, tensor: Tensor) -> nn.Parameter:
-        """The parameter itself; one for each buffer."""
+        """The parameter itself; for a buffer, one parameter."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         self.sources.append(tensor)
@@ -140,7 +140,7 @@ class _Rewrite:
         return all(isinstance(form, Matmul) and form.weight_of(user) is not None for user, form in forms)
 
     def _path(self, node: fx.Node, weight: Any) -> str:
-        """Where the parameter sits, by the name it has in the module that makes the call, if that is its own."""
+        """The path of the parameter, with its name in the module that makes the call, if that module owns it."""
         source = transposed(self.gm, weight) or weight
         target = _PARAMETRIZED.sub(r".\1", str(source.meta.get("path", source.target)))
         stack = node.meta.get("nn_module_stack") or {}
@@ -152,13 +152,13 @@ class _Rewrite:
             if owned is tensor:
                 target = f"{inside}.{name}"
         path = _STEM.sub("", target)
-        if not path or path in self.called:  # the weight of a module that is also called as such
+        if not path or path in self.called:  # the weight of a module that is also called
             return str(node.meta.get("path", node.name))
         return path
 
 
 def _tensors_of(gm: fx.GraphModule, path: str) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers right inside the submodule `path`, if there is one."""
+    """Parameters and buffers directly in the submodule `path`, if it exists."""
     found: Any = gm if path else None
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -168,7 +168,7 @@ def _tensors_of(gm: fx.GraphModule, path: str) -> list[tuple[str, Tensor]]:
 
 
 def _users_of_tensors(gm: fx.GraphModule) -> dict[int, list[fx.Node]]:
-    """id of a tensor -> the nodes that use it: readers of get_attr nodes, and calls of modules that hold it."""
+    """id of a tensor -> its readers: readers of get_attr nodes, and calls of modules that hold it."""
     users: dict[int, list[fx.Node]] = defaultdict(list)
     for node in gm.graph.nodes:
         if node.op == "get_attr":

@@ -1,6 +1,6 @@
 """One form for sizes: `x.shape` becomes `x.size()`; `x.shape[1]` and `x.size()[1]` become `x.size(1)`.
 
-Slices and indices that are computed stay what they are, on top of `x.size()`.
+Slices and computed indices stay on top of `x.size()`.
 """
 
 from __future__ import annotations

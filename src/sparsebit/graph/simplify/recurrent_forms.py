@@ -18,7 +18,7 @@ RNNS: dict[Any, tuple[type[nn.RNNBase], dict[str, Any]]] = {
 
 
 def read_rnn(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments by name; None for packed sequences, training, and where somebody needs the whole tuple."""
+    """The arguments by name; None for packed sequences, for training, and if the whole tuple has a reader."""
     values = dict(zip(NAMES, node.args))
     picked = all(u.target is operator.getitem and type(u.args[1]) is int for u in node.users)
     complete = len(values) == len(NAMES) and not node.kwargs and isinstance(values["params"], (list, tuple))
@@ -44,7 +44,7 @@ def describe_rnn(op: Any, values: dict[str, Any], weights: list[Tensor]) -> Any:
 
 
 def rewire_rnn(node: fx.Node, cls: type[nn.Module], values: dict[str, Any]) -> None:
-    """Arguments as the module takes them. An nn.LSTM returns (out, (h, c)), torch.lstm (out, h, c)."""
+    """Set the arguments of the module. An nn.LSTM returns (out, (h, c)), torch.lstm (out, h, c)."""
     node.kwargs = {}
     if cls is not nn.LSTM:
         node.args = (values["input"], values["hx"])

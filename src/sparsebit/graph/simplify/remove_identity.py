@@ -1,4 +1,4 @@
-"""nn.Identity goes, unless its attribute `remove` is False (the user wants a quantizer there)."""
+"""Remove nn.Identity, unless its attribute `remove` is False (the user wants a quantizer there)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebit.graph.pattern import ANY, Match, Pat, Rule
 
 def _removable(m: Match, node: fx.Node) -> bool:
     module = module_of(node, m.gm)
-    # a subclass with a forward of its own is no identity
+    # a subclass with another forward is no identity
     return getattr(module, "remove", True) is not False and type(module).forward is nn.Identity.forward
 
 

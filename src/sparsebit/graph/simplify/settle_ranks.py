@@ -1,7 +1,8 @@
-"""settle_ranks: `x.ndim` becomes a number where the ops in front of it fix it; a check of it that holds is removed.
+"""settle_ranks: `x.ndim` becomes a number if the ops in front of it fix it; a check of it that holds is
+removed.
 
-timm's norms begin with `torch._assert(x.ndim == 4, ...)`. The check is a second reader of the convolution's output,
-which would keep a batch norm from being folded.
+timm's norms begin with `torch._assert(x.ndim == 4, ...)`. The check is a second reader of the convolution's
+output, which would keep a batch norm from being folded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _reads_rank(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 
 def _settle(node: fx.Node, value: Any) -> int:
-    """Every reader gets the value itself."""
+    """Give every reader the number itself."""
     if value is None:
         return 0
     for user in list(node.users):

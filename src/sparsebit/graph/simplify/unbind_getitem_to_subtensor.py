@@ -1,4 +1,4 @@
-"""`x.unbind(d)[i]` becomes `x.select(d, i)`: tensor in, tensor out, which every later stage understands."""
+"""`x.unbind(d)[i]` becomes `x.select(d, i)`: tensor in, tensor out, which every later step knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebit.graph.rewrite import bypass
 
 
 def _only_picked_from(m: Match, node: fx.Node) -> bool:
-    """Every use is `parts[3]`; a slice, a loop or a function needs the tuple itself."""
+    """Is every use like `parts[3]`? A slice, a loop or a function needs the tuple itself."""
     return all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
 
 

@@ -1,5 +1,5 @@
-"""The functions that have weights, one row each: their parameters, which of them are weights, and the nn module that
-computes the same."""
+"""The functions with weights, one row each: their parameters, their weights, and the nn module that computes
+the same."""
 
 from __future__ import annotations
 
@@ -56,20 +56,21 @@ BROADCAST = frozenset({*ADDS, operator.mul, operator.sub, torch.mul, torch.sub, 
 
 
 class NotAModule(Exception):
-    """This call has no module that computes the same."""
+    """No module computes the same as this call."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How to read a call of a function, and `describe(values, rank)`: the class and the options of its module.
+    """Reads a call of a function; `describe(values, rank)` returns the class and the options of its module.
 
-    `values` are the arguments by name, with tensors in the slots; `rank` is that of the input, None if unknown.
+    `values` are the arguments by name, with tensors in the slots; `rank` is that of the input, None if
+    unknown.
     """
 
     names: tuple[str, ...]  # the parameters of the function, in order
-    slots: tuple[str, ...]  # those that become tensors of the module; the first is required
+    slots: tuple[str, ...]  # these become tensors of the module; the first is required
     describe: Callable[[dict[str, Any], int | None], Made]
-    inputs: tuple[str, ...] = ("input",)  # those that the module is called with
+    inputs: tuple[str, ...] = ("input",)  # the module is called with these
     spelled: tuple[tuple[str, str], ...] = ()  # (keyword of the function, its name here)
 
     def bind(self, node: fx.Node) -> dict[str, Any] | None:
@@ -93,7 +94,7 @@ class Matmul(Form):
     """`x @ W` is a Linear whose weight is the transpose of W."""
 
     def weight_of(self, node: fx.Node) -> fx.Node | None:
-        """W, if the call is one that a Linear can take over."""
+        """W, if a Linear can replace the call."""
         values = self.bind(node)
         if values is None or values.get("alpha", 1) != 1 or values.get("beta", 1) != 1:
             return None
@@ -104,7 +105,8 @@ class Matmul(Form):
 
 
 def rank_of(node: Any, gm: fx.GraphModule, depth: int = 16) -> int | None:
-    """How many axes a value has: known after torch.export, and behind ops of fixed rank and ops that keep it."""
+    """The number of axes of a value. It is known after torch.export, and behind ops of fixed rank and ops
+    that keep it."""
     if not isinstance(node, fx.Node) or not depth:
         return None
     if isinstance(node.meta.get("val"), Tensor):
@@ -279,7 +281,7 @@ _GROUPED = Form(
 )
 _GROUPED_MM = [getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)]  # not in every torch
 
-# F.xxx, and where torch.xxx is another function, its order of arguments
+# F.xxx, and, where torch.xxx is another function, its order of arguments
 FORMS: dict[Any, Form] = {
     F.linear: Form(("input", *_WB), _WB, _linear),
     **{getattr(F, f"conv{d}d"): Form(_CONV, _WB, _conv(d, False)) for d in (1, 2, 3)},

@@ -1,5 +1,7 @@
-"""Branches in the user's code: where they are, what they lead to (a check that only raises has one outcome, read from
-its bytecode), and whether what they ask for lasts."""
+"""Branches in the user's code: their line, their outcome, and whether their condition lasts.
+
+A check that only raises has one outcome, which is read from the bytecode.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,17 @@ from sparsebit.graph.islands import OWN
 
 
 def only_outcome() -> bool | None:
-    """The truth value that goes on, when the branch being decided in the user's code otherwise only raises:
-    `assert x.dim() == 4`, `if x.shape[1] != n: raise ValueError(...)`. None: both ways go on."""
+    """The truth value that continues, if the other branch of the user's code only raises; None if both
+    continue.
+
+    `assert x.dim() == 4`, `if x.shape[1] != n: raise ValueError(...)`
+    """
     frame = users_frame()
     return None if frame is None else _decide(frame)
 
 
 def users_frame() -> FrameType | None:
-    """Of the user's code that is running."""
+    """The frame of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(OWN):
         frame = frame.f_back
@@ -37,7 +42,8 @@ OF_THE_MOMENT = frozenset(
 
 
 def of_the_moment(node: fx.Node) -> bool:
-    """Does a condition ask for what another run with the same sizes has otherwise: gradients, strides, a device?"""
+    """Does a condition read a property that may change between runs of the same sizes: gradients, strides, a
+    device?"""
     seen = {node}
     waiting = [node]
     while waiting:
@@ -84,7 +90,7 @@ def _decide(frame: FrameType) -> bool | None:
 
 
 def _raises(code: list[dis.Instruction], i: int) -> bool:
-    """Does everything from here lead straight to a `raise`?"""
+    """Does every instruction from here on lead to a `raise`?"""
     for instruction in code[i:]:
         if instruction.opname == "RAISE_VARARGS":
             return True

@@ -1,4 +1,4 @@
-"""The graph against the model it was traced from: on the example, and on batches of other sizes."""
+"""Compare a graph with the model that it was traced from: on the example, and on batches of other sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparsebit.graph.trace.guards import as_decided, unchecked
 
 @torch.no_grad()
 def disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> Island | None:
-    """The graph's output against the model's, on the example."""
+    """The difference between the outputs of graph and model on the example, if any."""
     if example is None:
         return None
     with evaluating(model), evaluating(gm):
@@ -40,15 +40,17 @@ def disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> 
 
 @torch.no_grad()
 def relax(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> None:
-    """Drop checks of sizes that batches of another size fail, where the graph computes for them what the model does:
-    `if batch != ids.shape[0]: ids = ids.expand(batch, -1)`."""
+    """Erase checks of sizes that fail on another batch size for which the graph and the model agree.
+
+    `if batch != ids.shape[0]: ids = ids.expand(batch, -1)` makes such a check.
+    """
     checks = {str(i): n for i, n in enumerate(n for n in gm.graph.nodes if n.target is as_decided)}
     if not checks or example is None:
         return
     lines = {name: node.args[0] for name, node in checks.items()}
     idle = set[str]()
     needed = set[str]()
-    _name(gm, checks, dict(zip(checks, checks)))  # several are on one line
+    _name(gm, checks, dict(zip(checks, checks)))  # several checks may stand on one line
     with evaluating(model), evaluating(gm):
         for call in _other_batches(example):
             try:
@@ -58,7 +60,7 @@ def relax(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> None:
             with unchecked() as failed:
                 try:
                     same = difference(_run(gm, call), expected) is None
-                except Exception:  # where the model runs, the graph does not: the check is needed
+                except Exception:  # the model runs and the graph does not: the check is needed
                     same = False
             (idle if same else needed).update(failed)
     for name in idle - needed:
@@ -73,7 +75,8 @@ def _name(gm: fx.GraphModule, checks: dict[str, fx.Node], names: Mapping[str, An
 
 
 def _other_batches(example: Call) -> Iterator[Call]:
-    """Of one, two and one more; what counts as the batch is the first axis of the first tensor."""
+    """The example with a batch of one, of two and of one more. The batch is the first axis of the first
+    tensor."""
     tensors = [t for t in pytree.tree_leaves(example) if isinstance(t, Tensor) and t.dim()]
     size = len(tensors[0]) if tensors else 0
     for other in sorted({1, 2, size + 1} - {size}) if size else ():

@@ -1,4 +1,5 @@
-"""A forward inside decorators (functools.wraps): torch.fx reads the inputs of the innermost and calls the outermost."""
+"""A forward inside decorators (functools.wraps): torch.fx reads the inputs of the innermost and calls the
+outermost."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from sparsebit.graph.run.signature import ANYTHING
 
 
 def called_as_shown(decorated: Any, inputs: list[Any], example: Call | None) -> Callable[..., Any]:
-    """A function of a module and its `inputs`, proxies in the order of the signature, that calls a `decorated` forward
-    as the example does: a decorator looks at what comes by position, what by name, and what does not come at all."""
+    """A function (module, *inputs) that calls a `decorated` forward in the way of the example.
+
+    A decorator may distinguish arguments by position, by name, and missing ones. `inputs` are proxies in the
+    order of the signature.
+    """
     names = [str(proxy.node.target).lstrip("*") for proxy in inputs]
     takes = list(inspect.signature(decorated).parameters.values())[1:]  # without self
     fixed = [p.name for p in takes if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

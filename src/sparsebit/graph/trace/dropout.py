@@ -1,8 +1,8 @@
 """Functional dropout whose `training` is `self.training` becomes a module, which follows train() and eval().
 
-A model is traced in eval mode, where that flag is a False like any other. A second trace, in which every read of
-`module.training` gives an object of its own, proves where the False came from; nothing else of it is used. The rate
-of attention that only drops out in training is read from a trace in training mode.
+A model is traced in eval mode, where that flag is an ordinary False. In a second trace every read of
+`module.training` returns a new object, so the origin of the False is known; nothing else of that trace is
+used. The rate of attention that has dropout only in training is read from a trace in training mode.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODULES: dict[Any, type[nn.Module]] = {
 
 
 class Rate(nn.Module):
-    """The rate of a dropout that is no module: `p` in training, else none. A leaf of traces."""
+    """The rate of a dropout that is no module: `p` in training, otherwise 0. Traces keep it as a leaf."""
 
     bookkeeping = True
     is_leaf = True
@@ -56,8 +56,8 @@ class Rate(nn.Module):
 
 
 class Flag(int):
-    """False, as read from `module.training`. Once something asked for its truth it proves nothing: of
-    `self.training and self.regularized` only the first half is left."""
+    """False, as read from `module.training`. After a test of its truth it proves nothing: of `self.training
+    and self.regularized` only the first half is left."""
 
     asked = False
 
@@ -68,7 +68,7 @@ class Flag(int):
 
 @contextmanager
 def flags() -> Iterator[None]:
-    """Inside, whoever reads `module.training` of a module in eval mode gets a Flag."""
+    """Inside, a read of `module.training` of a module in eval mode returns a Flag."""
 
     def read(module: nn.Module) -> Any:
         return vars(module).get("training") or Flag()
@@ -79,7 +79,7 @@ def flags() -> Iterator[None]:
     def taking_flags(function: Any) -> Any:
         return lambda x, p, train: function(x, p, False if isinstance(train, Flag) else train)
 
-    kernels = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")  # they want a bool
+    kernels = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")  # these need a bool
     nn.Module.training = property(read, write)  # type: ignore[assignment]
     for name in kernels:
         setattr(torch._VF, name, taking_flags(getattr(torch._VF, name)))
@@ -88,7 +88,7 @@ def flags() -> Iterator[None]:
     finally:
         del nn.Module.training
         for name in kernels:
-            delattr(torch._VF, name)  # what it then looks up is torch's own
+            delattr(torch._VF, name)  # torch's function is found again
 
 
 def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
@@ -112,13 +112,14 @@ def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
         flag = _training(seen)
         node.meta["switched"] = isinstance(flag, Flag) and not flag.asked
         if isinstance(flag, Flag) and flag.asked:
-            log.warning("%s: %s, the forward asks what self.training is", OFF, node)
+            log.warning("%s: %s, the forward tests self.training", OFF, node)
 
 
 def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
-    """Mark attention that drops out in training only, `dropout_p=self.p if self.training else 0.0`, with its rate.
+    """Mark attention that has dropout only in training, `dropout_p=self.p if self.training else 0.0`, with
+    its rate.
 
-    The rate is seen in a trace of `root` in training, which has the same calls of attention, whatever else.
+    The rate is read from a trace of `root` in training, which must have the same calls of attention.
     """
     known = _attention(graph)
     islands = dict(tracer.islands)
@@ -133,7 +134,7 @@ def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
     finally:
         tracer.islands = islands
     if len(there) != len(known):
-        log.warning("%s: the forward takes another way in training", ATTENTION)
+        log.warning("%s: the forward runs other calls in training", ATTENTION)
         return
     for node, rate in zip(known, there):
         if _rate(node) == 0 and rate and isinstance(rate, float):
@@ -141,7 +142,7 @@ def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
 
 
 def switched_to_modules(gm: fx.GraphModule, model: nn.Module) -> None:
-    """Each marked dropout becomes a module beside the layers of the module of `model` whose forward it is in."""
+    """Turn each marked dropout into a module, beside the layers of the module whose forward calls it."""
     for node in list(gm.graph.nodes):
         if "rate" in node.meta:
             _follow(gm, node, model)
@@ -161,7 +162,7 @@ def switched_to_modules(gm: fx.GraphModule, model: nn.Module) -> None:
 
 
 def _follow(gm: fx.GraphModule, node: fx.Node, model: nn.Module) -> None:
-    """The rate of attention is that of a module, which knows whether it is in training."""
+    """Take the rate of attention from a module, which knows whether it is in training."""
     inside = _inside(node)
     rate = node.meta.pop("rate")
     path = fresh_name(gm, f"{inside}.dropout_rate".lstrip("."))
@@ -190,7 +191,7 @@ def _inside(node: fx.Node) -> str:
 
 
 def _kind(node: fx.Node) -> Any:
-    return node.op, None if node.op == "get_attr" else node.target  # constants are numbered through
+    return node.op, None if node.op == "get_attr" else node.target  # constants are numbered in one sequence
 
 
 def _training(node: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""From an nn.Module to a GraphModule that owns a copy of everything; the user's model is never touched."""
+"""From an nn.Module to a GraphModule over a copy of everything; the user's model never changes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ SCRIPTED = (
 def trace(
     model: nn.Module, tracer: LeafTracer, example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 ) -> fx.GraphModule:
-    """A GraphModule over a copy of `model`; every node carries `meta["path"]`, where it stands in the model.
+    """A GraphModule over a copy of `model`. Every node has `meta["path"]`, its place in the model.
 
-    What cannot be traced becomes an island: a leaf that runs as it is, in the worst case the whole model;
-    `gm.meta["islands"]` lists them, "unread" the parameters that are not in the graph. `example` says which
-    optional inputs are used and how lists and dicts of inputs look; without one, optional inputs are left at their
-    defaults, unless all inputs are optional. It also proves the graph: should its output differ from the model's,
-    the model stays whole.
+    A module that cannot be traced becomes an island: a leaf that runs its own code, in the worst case the
+    whole model. `gm.meta["islands"]` lists the islands, "unread" the parameters that the graph does not read.
 
-    The forward is traced in eval mode; the modules get their train/eval flags back afterwards, and
-    `F.dropout(..., training=self.training)` is a module that has such a flag.
+    `example` decides which optional inputs are used and how lists and dicts of inputs look. Without one,
+    optional inputs keep their defaults, unless all inputs are optional. The example also proves the graph: if
+    the outputs of graph and model differ, the model stays one node.
+
+    The forward is traced in eval mode. The modules get their train/eval flags back afterwards, and
+    `F.dropout(..., training=self.training)` becomes a module that has such a flag.
     """
     signature = inspect.signature(model.forward)
     if example is None:
@@ -61,7 +62,7 @@ def trace(
     tracer.shown = shown
     for stays, as_shown in _ways(inputs, type(model)):
         if as_shown and tracer.islands and "" not in tracer.islands:
-            break  # called with all that it takes, most of it is traced
+            break  # called with all its inputs, most of the model can be traced
         tracer.inputs = stays
         tracer.islands = {}
         tracer.as_shown = as_shown
@@ -95,7 +96,8 @@ def trace(
 
 
 def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Module, fx.Graph | None]:
-    """Trace until no new island turns up: the last run is clean of half-traced ones. None: the root is one."""
+    """Trace until there is no new island, so that the last graph has no half-traced module. None: the model
+    is an island."""
     while True:
         known = dict(tracer.islands)
         recorded = len(tracer.namespaces)
@@ -108,13 +110,14 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
                 graph = tracer.trace(copied)
                 lists = tracer.lists
                 state.settle()
-                mark_switched(copied, graph, tracer)  # compares it with other traces: nothing is settled yet
+                # it is compared with other traces, so nothing may change before
+                mark_switched(copied, graph, tracer)
                 mark_rates(copied, graph, tracer)
                 settle_lists(graph, lists)
             state.settle()
         except Exception as error:
             tracer.islands[""] = island("", error)
-        if len(tracer.namespaces) > recorded:  # what stopped this trace is recorded from now on
+        if len(tracer.namespaces) > recorded:  # the next trace records the call that stopped this one
             tracer.islands = known
         elif "" in tracer.islands:
             return own_copy(model), None
@@ -126,7 +129,7 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
 
 
 def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
-    """By name, what is known of the inputs: all of the example's, or the defaults."""
+    """The known inputs by name: those of the example, or the defaults."""
     if example is not None:
         try:
             return example.bind(signature)
@@ -136,12 +139,12 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
     defaults = {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
     if len(defaults) < len(known):
         return defaults
-    # nothing is required, and a call without any input computes nothing: an input that may be None is given
+    # Nothing is required, and a call without inputs computes nothing: an input that may be None is given.
     return {name: value for name, value in defaults.items() if value is not None}
 
 
 def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
-    """Inputs that a call as in the example does not have: a decorated forward sees to them by itself."""
+    """Inputs that a call like the example leaves out: a decorated forward fills them in."""
     if example is None:
         said = {}
     else:
@@ -152,7 +155,7 @@ def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any
 
 
 def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]]:
-    """What is known of the inputs, and whether a decorated forward is called as in the example, or with all inputs."""
+    """Pairs: the known inputs, and whether a decorated forward is called like the example or with all inputs."""
     decorated = inspect.unwrap(kind.forward) is not kind.forward
     takes = inspect.signature(kind.forward).parameters.values()
     by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
@@ -161,7 +164,8 @@ def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]
 
 
 def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Numbers stay inputs, also lists of them (lengths of sequences), unless control flow needs them, lists first."""
+    """Numbers and lists of numbers (lengths of sequences) stay inputs, unless control flow needs them, lists
+    first."""
     is_number = lambda v: type(v) in (int, float)
     is_list = lambda v: type(v) is list and bool(v) and all(map(is_number, v))
     known = {k: v for k, v in inputs.items() if not is_number(v)}
@@ -170,7 +174,7 @@ def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs that the graph has as constants."""
+    """Inputs that are constants in the graph."""
     has_tensor = lambda v: any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
     return {
         name: inputs[name] for name in signature.parameters if name in inputs and not has_tensor(inputs[name])
@@ -178,7 +182,7 @@ def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str,
 
 
 def unwrapped(model: Any) -> Any:
-    """The user's model, out of torch.compile, DataParallel and DistributedDataParallel, which only run it."""
+    """The user's model without torch.compile, DataParallel and DistributedDataParallel, which only run it."""
     parallel = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     while isinstance(model, nn.Module):
         # of an OptimizedModule
@@ -196,15 +200,16 @@ def unwrapped(model: Any) -> Any:
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A copy of everything the model holds, with plain weights where a hook computes them before each call."""
-    # what a forward left in the model (`self.features = x`) is part of an autograd graph: copy its value only
+    """A copy of everything that the model holds, with plain weights where a hook computes them before each
+    call."""
+    # a tensor that a forward stored (`self.features = x`) belongs to an autograd graph: copy only its value
     left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
         copied = copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Sparsebit works on a "
-            f"copy so that your model stays as it is; detach non-leaf tensors stored in the model, or give the "
+            f"copy and never changes your model; detach non-leaf tensors stored in the model, or give the "
             f"classes that refuse a __deepcopy__"
         ) from error
     for module in copied.modules():

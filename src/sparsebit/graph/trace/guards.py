@@ -1,4 +1,4 @@
-"""Inputs that a trace made constants: another value would be ignored, so the graph itself refuses it."""
+"""Inputs that are constants in a traced graph: the graph refuses other values, which it would ignore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs of one forward
 
 @bookkeeping
 def as_traced(name: str, value: Any, wanted: Any) -> None:
-    """Refuse an input that is not what the model was traced with."""
+    """Refuse a value other than the one in the trace."""
     if torch.jit.is_scripting():
         if isinstance(value, Tensor) or str(value) != str(wanted):
             raise ValueError("forward(" + name + "=...): the model was traced with another value")
@@ -30,7 +30,7 @@ def as_traced(name: str, value: Any, wanted: Any) -> None:
 
 
 def _compare(name: str, value: Any, wanted: Any) -> None:
-    if isinstance(value, fx.Proxy):  # somebody traces the graph again
+    if isinstance(value, fx.Proxy):  # the graph is traced again
         value.tracer.create_proxy("call_function", as_traced, (name, value, wanted), {})
     elif differs(value, wanted):
         raise TraceError(
@@ -40,7 +40,7 @@ def _compare(name: str, value: Any, wanted: Any) -> None:
 
 
 def differs(value: Any, wanted: Any) -> bool:
-    """Is `value` something else than the constant that the graph has in its place?"""
+    """Is `value` another value than the constant in the graph?"""
     if value is wanted or (_is_empty(value) and _is_empty(wanted)):
         return False
     return type(value) is not type(wanted) or isinstance(value, Tensor) or bool(value != wanted)
@@ -63,7 +63,7 @@ FAILED: ContextVar[list[str] | None] = ContextVar("failed", default=None)
 
 @contextmanager
 def unchecked() -> Iterator[list[str]]:
-    """Inside, checks of decisions do not refuse: the list has those that would."""
+    """Inside, failed checks of decisions are collected in a list and do not raise."""
     failed: list[str] = []
     token = FAILED.set(failed)
     try:
@@ -74,32 +74,32 @@ def unchecked() -> Iterator[list[str]]:
 
 @bookkeeping
 def as_decided(where: str, outcome: Any, wanted: bool) -> None:
-    """Refuse an input whose sizes would take the forward another way than those of the example did."""
+    """Refuse an input whose sizes would lead the forward into another branch than the example did."""
     if torch.jit.is_scripting():
         if str(outcome) != str(wanted):
-            raise ValueError("the example took another way at " + where)
+            raise ValueError("the example took another branch at " + where)
     else:
         _decide(where, outcome, wanted)
 
 
 def _decide(where: str, outcome: Any, wanted: bool) -> None:
-    if isinstance(outcome, fx.Proxy):  # somebody traces the graph again
+    if isinstance(outcome, fx.Proxy):  # the graph is traced again
         outcome.tracer.create_proxy("call_function", as_decided, (where, outcome, wanted), {})
         return
-    # torch.export, where sizes are symbols, takes this form only
+    # torch.export, where sizes are symbols, accepts only this form
     if not outcome if wanted else outcome:
         if (failed := FAILED.get()) is not None:
             failed.append(where)
             return
         raise TraceError(
-            f"an input like this takes the forward another way than the example did, which the graph does not have: "
+            f"an input like this takes another branch of the forward than the example, and the graph does not have it: "
             f"{where}\n  fix: take an example of this size and type"
         )
 
 
 @bookkeeping
 def is_given(name: str, value: Any) -> None:
-    """Refuse None where the model was traced with something."""
+    """Refuse None if the example had a value."""
     if isinstance(value, fx.Proxy):
         value.tracer.create_proxy("call_function", is_given, (name, value), {})
     elif value is None:
@@ -107,21 +107,21 @@ def is_given(name: str, value: Any) -> None:
 
 
 def _is_empty(value: Any) -> bool:
-    """Of no kind: fx.Interpreter, which torch.export runs, has a list for `**kwargs`."""
+    """All empty containers are equal: fx.Interpreter, which torch.export runs, has a list for `**kwargs`."""
     return isinstance(value, (list, tuple, dict)) and not value
 
 
 def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
     """Let the graph check its inputs `fixed` (name -> value), as far as its code can hold their values.
 
-    An optional input that the trace had is required: by the signature, or where Python has no way, behind another
-    optional one, by a check.
+    An optional input that the example had becomes required: by the signature, or by a check where Python does
+    not allow that, behind another optional input.
     """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     first = inputs[-1].next if inputs else None
     for node in inputs:
         name = str(node.target).lstrip("*")
-        if name not in fixed and node.args == (None,) and node.users:  # None is what the graph cannot take
+        if name not in fixed and node.args == (None,) and node.users:  # the graph cannot work with None
             if node.prev.op == "placeholder" and node.prev.args:
                 with gm.graph.inserting_before(first):
                     gm.graph.call_function(is_given, (name, node))
@@ -139,9 +139,9 @@ def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
 
 
 def make_unread_optional(gm: fx.GraphModule) -> None:
-    """A call may leave out the inputs that the graph never reads: `gm.meta["unread_inputs"]` has their names.
+    """Let a call leave out inputs that the graph never reads: `gm.meta["unread_inputs"]` has their names.
 
-    Where such an input is the last one, it gets the default None.
+    If such an input is the last one, it gets the default None.
     """
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
     gm.meta["unread_inputs"] = [str(n.target) for n in inputs if not n.users]
@@ -152,7 +152,7 @@ def make_unread_optional(gm: fx.GraphModule) -> None:
 
 
 def with_unread(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The call with None for required inputs that it leaves out and that the graph never reads."""
+    """The call with None for required inputs that it leaves out and the graph never reads."""
     signature: inspect.Signature = gm.meta["signature"]
     unread = gm.meta.get("unread_inputs", ())
     if not unread or _binds(signature, args, kwargs):
@@ -160,7 +160,7 @@ def with_unread(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any
     read = [p for p in signature.parameters.values() if p.name not in unread]
     shorter = signature.replace(parameters=read)
     if not _binds(shorter, args, kwargs):
-        return args, kwargs  # Python's own message about the whole signature says it best
+        return args, kwargs  # Python's message about the whole signature is the clearest
     given = shorter.bind(*args, **kwargs).arguments
     missing = {
         p.name: None for p in signature.parameters.values() if p.name in unread and p.default is p.empty

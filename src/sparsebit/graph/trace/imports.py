@@ -1,6 +1,7 @@
-"""Modules that are imported while a model is traced see the functions of torch as they are, not as a trace has them.
+"""Modules that are imported during a trace see the original functions of torch, without patches.
 
-`torch.utils.checkpoint` loads torch._dynamo when it is first called: what that keeps of torch it keeps for good.
+`torch.utils.checkpoint` loads torch._dynamo on its first call, and torch._dynamo keeps the functions that it
+finds.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the others find; the code of the module runs between `undo` and `redo`."""
+    """Finds modules like the other finders; the code of a module runs between `undo` and `redo`."""
 
     def __init__(self, undo: Callable[[], None], redo: Callable[[], None]):
         self.undo = undo
         self.redo = redo
         self.running = 0
-        self.thread: int | None = threading.get_ident()  # that traces; none when it is done
+        self.thread: int | None = threading.get_ident()  # the thread that traces; None when the trace is done
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
@@ -33,7 +34,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Around the real one, which many modules may share."""
+    """Wraps the real loader, which many modules may share."""
 
     def __init__(self, finder: _Finder, real: Any):
         self.finder = finder
@@ -48,8 +49,8 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         for place, name in ((module, "__loader__"), (module.__spec__, "loader")):
-            setattr(place, name, self.real)  # for whoever looks at the module later
-        if self.finder.thread != threading.get_ident():  # another thread's, or one that is late (LazyLoader)
+            setattr(place, name, self.real)  # for later readers of the module's attributes
+        if self.finder.thread != threading.get_ident():  # another thread, or a late import (LazyLoader)
             self.real.exec_module(module)
             return
         if not self.finder.running:

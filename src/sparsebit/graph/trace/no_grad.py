@@ -1,4 +1,4 @@
-"""`with torch.no_grad():` in a traced forward: torch.fx forgets it, two calls around the block keep it."""
+"""`with torch.no_grad():` in a traced forward: torch.fx drops it, and two calls around the block keep it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparsebit.graph.ops import bookkeeping
 
 @bookkeeping
 def begin_no_grad() -> bool:
-    """Switch gradients off; the result says how it was."""
+    """Switch gradients off; returns the state before."""
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     return before

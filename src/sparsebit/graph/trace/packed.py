@@ -28,7 +28,8 @@ from sparsebit.graph.trace.proxies import has_proxy
 OF_LISTS: tuple[Any, ...] = (rnn.pack_sequence, rnn.pad_sequence)
 FUNCTIONS = (rnn.pack_padded_sequence, rnn.pad_packed_sequence, *OF_LISTS)
 MAKERS = (rnn.pack_padded_sequence, rnn.pack_sequence, PackedSequence)
-METHODS = ("_replace", "to", "cpu", "cuda", "double", "float", "half", "pin_memory")  # give another one
+# these return another packed sequence
+METHODS = ("_replace", "to", "cpu", "cuda", "double", "float", "half", "pin_memory")
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Items:
     source: fx.Node
     value: Any
     nodes: list[fx.Node | None]
-    counted = False  # somebody asked for its length, which is a number that the graph does not see
+    counted = False  # the forward asked for its length, a number that the graph cannot follow
 
 
 @contextmanager
@@ -82,13 +83,14 @@ def _recorded(tracer: Any, target: Any, was: Callable[..., Any], *args: Any, **k
             lengths = kwargs.get("lengths")
         if not has_proxy(lengths) and not any(lengths is b for b in tracer.root.buffers()):
             raise TraceError(
-                "pack_padded_sequence: the lengths are numbers; those of another batch are others"
+                "pack_padded_sequence: the lengths are numbers, and another batch has other lengths; pass them as "
+                "a tensor"
             )
     return tracer.create_proxy("call_function", target, args, kwargs)
 
 
 def _as_given(tracer: Any, sequences: Any) -> Any:
-    """A list that is an input of the model, as one value, however long it is."""
+    """A list that is an input of the model, as one value of any length."""
     if not isinstance(sequences, (list, tuple)):
         return sequences
     nodes = [each.node if isinstance(each, fx.Proxy) else None for each in sequences]
@@ -96,12 +98,13 @@ def _as_given(tracer: Any, sequences: Any) -> Any:
 
 
 def settle_lists(graph: fx.Graph, lists: list[Items]) -> None:
-    """Let the graph refuse lists of another length, where it takes them apart: what is too much would be ignored.
+    """Let the graph refuse lists of another length if it uses the items one by one, because it would ignore
+    further items.
 
-    A model that packs sequences has another number of them in every batch: it is refused right away.
+    A model that packs sequences has another number of them in every batch, so it is refused at once.
     """
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    for items in reversed(lists):  # what is inside comes first
+    for items in reversed(lists):  # inner lists come first
         source = items.source
         parts = [user for user in source.users if user.target is operator.getitem]
         for part in parts:
@@ -110,7 +113,7 @@ def settle_lists(graph: fx.Graph, lists: list[Items]) -> None:
         used = items.counted or any(part in source.users for part in parts)
         if used and isinstance(items.value, list) and any(node.target in FUNCTIONS for node in graph.nodes):
             raise TraceError(
-                f"forward takes the list {source.target} apart, as long as it is in the example, and packs or pads "
+                f"forward reads the items of the list {source.target} one by one, and packs or pads  "
                 f"sequences; pad them outside of the model"
             )
         if used:
@@ -120,7 +123,7 @@ def settle_lists(graph: fx.Graph, lists: list[Items]) -> None:
 
 
 def is_packed(node: fx.Node, root: nn.Module) -> bool:
-    """Is its value a PackedSequence, as far as the graph tells?"""
+    """Is its value a PackedSequence, as far as the graph shows?"""
     source = _first(node)
     if node.op == "call_method":
         return node.target in METHODS and _said(source)
@@ -147,10 +150,10 @@ def _said(node: fx.Node | None) -> bool:
 
 
 def fields_of(node: fx.Node, root: nn.Module) -> int | None:
-    """How many there are in a packed sequence, or in a slice of one: `PackedSequence(y, *x[1:])`.
+    """The number of fields of a packed sequence, or of a slice of one: `PackedSequence(y, *x[1:])`.
 
-    What stands behind one cannot be seen on shapes alone: the two parts of a padded one, of a layer's output, and of
-    the state of an LSTM.
+    Shapes alone do not show three tuples: the results of pad_packed_sequence, of a recurrent layer, and the
+    state of an LSTM.
     """
     n = len(PackedSequence._fields)
     state = node.target is operator.getitem and node.args[1] in (1, -1)
@@ -165,7 +168,7 @@ def fields_of(node: fx.Node, root: nn.Module) -> int | None:
 
 
 def _open_to_pytree() -> None:
-    """For pytree of older versions of torch a PackedSequence is a leaf, and its tensors would be missed."""
+    """In older versions of torch a PackedSequence is a leaf of pytree, and its tensors would be missed."""
     packed = PackedSequence(torch.zeros(1), torch.ones(1))
     if len(pytree.tree_leaves(packed)) == 1:
         pytree.register_pytree_node(

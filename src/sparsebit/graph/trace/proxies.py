@@ -1,4 +1,4 @@
-"""What stands for a value while a model is traced."""
+"""Proxies: they replace values while a model is traced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class InplaceProxy(fx.Proxy):
-    """Records `x += y` as what it is; torch.fx alone would record `x = x + y` and lose the write."""
+    """Records `x += y` as a write; torch.fx alone would record `x = x + y` and lose the write."""
 
     tracer: Any  # a LeafTracer
 
@@ -49,7 +49,7 @@ class InplaceAttribute(fx.proxy.Attribute, InplaceProxy):
 
 
 class ListProxy(InplaceProxy):
-    """Of a list of numbers: code asks `isinstance(size, list)` before it goes on."""
+    """A list of numbers: code asks `isinstance(size, list)` before it uses one."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -57,7 +57,7 @@ class ListProxy(InplaceProxy):
 
 
 class PackedProxy(InplaceProxy):
-    """Says that it is a PackedSequence: code asks `isinstance(x, PackedSequence)` before it goes on."""
+    """A proxy with the class PackedSequence: code asks `isinstance(x, PackedSequence)` before it uses one."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

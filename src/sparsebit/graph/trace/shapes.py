@@ -1,6 +1,7 @@
-"""What the nodes of a graph compute on the example, while it is being traced: shapes and dtypes, no numbers.
+"""Shapes and dtypes of the nodes of a graph on the example, while the graph is traced. No numbers are
+computed.
 
-Nothing is run before somebody asks. What does not run without numbers is unknown.
+Nothing runs before a value is needed. A value that needs numbers is unknown.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from sparsebit.graph.ops import argument, name_of
 UNKNOWN = object()
 OTHER_SIZES: tuple[Callable[[int], int], ...] = (
     *(lambda n: 16 * n, lambda n: 2 * n, lambda n: n + 1),
-    lambda n: n // 2,  # some take no more than the example has
+    lambda n: n // 2,  # some models take no more than the example has
 )
 PAIRS = frozenset(("cummax", "cummin", "kthvalue", "mode", "sort", "std_mean", "topk", "var_mean"))
-ALONG = frozenset(("max", "median", "min", "nanmedian"))  # pairs along an axis, else a single number
+ALONG = frozenset(("max", "median", "min", "nanmedian"))  # pairs along an axis, otherwise a single number
 Axes = frozenset[tuple[int, int]]  # which tensor of the inputs, and which of its axes
 
 
 def parts_of(node: fx.Node) -> int | None:
-    """Into how many parts a split or chunk cuts, where the call says so; of `max` along an axis, values and places."""
+    """The number of parts of a split or chunk, if the call fixes it; 2 for ops like `max` along an axis."""
     if node.op != "call_method" and node.target is not getattr(torch, name_of(node), None):
-        return None  # something else of that name
+        return None  # another function with that name
     if name_of(node) in PAIRS or (name_of(node) in ALONG and type(argument(node, 1, "dim")) is int):
         return 2
     if len(node.args) > 1:
@@ -46,7 +47,7 @@ def parts_of(node: fx.Node) -> int | None:
 
 
 class Lengths:
-    """How many items the values of nodes have, where that does not depend on the sizes of the inputs."""
+    """How many items the values of nodes have, if that does not depend on the sizes of the inputs."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
         self.root = root
@@ -62,7 +63,7 @@ class Lengths:
         if measured is None or isinstance(self.shown.of(node), torch.Size):  # as many axes as the example has
             return None if measured is None else measured[0]
         found = [next(filter(None, (self._resized(node, s) for s in others)), None) for others in self.others]
-        known = [each for each in found if each is not None]  # sizes that the model does not take say nothing
+        known = [each for each in found if each is not None]  # sizes that the model refuses prove nothing
         if known and all(each == measured for each in known):
             return measured[0]
         return None
@@ -75,7 +76,8 @@ class Lengths:
 
 
 def _measure(node: fx.Node, shapes: Shapes) -> tuple[int, int] | None:
-    """How many items the value has; of `x.split(512, 1)` also what was split, which 512 may hide."""
+    """The number of items of the value; for `x.split(512, 1)` also the size before the split, which 512 may
+    hide."""
     value = shapes.of(node)
     if isinstance(value, Tensor) and value.dim():
         return len(value), 0
@@ -90,7 +92,7 @@ def _measure(node: fx.Node, shapes: Shapes) -> tuple[int, int] | None:
 
 
 def _together(shapes: Sequence[Sequence[int]]) -> list[Axes]:
-    """Axes that may only change together: those of one size; the first ones, the second ones, ..."""
+    """Axes that may only change together: axes of one size; all first axes, all second axes, ..."""
     groups: dict[tuple[str, int], set[tuple[int, int]]] = {}
     for i, shape in enumerate(shapes):
         for axis, size in enumerate(shape):
@@ -107,7 +109,7 @@ def _resized(shapes: Sequence[Sequence[int]], axes: Axes, other: Callable[[int],
 
 
 class Shapes:
-    """The values of nodes on `inputs` (by name), or on inputs that are like them but for the shapes."""
+    """The values of nodes on `inputs` (by name), or on inputs with other shapes."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any], shapes: Sequence[Sequence[int]] = ()):
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to import
@@ -121,7 +123,7 @@ class Shapes:
         self.values: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
-        """The node's value, or UNKNOWN. All nodes before it run too, once: one may write to what it reads."""
+        """The node's value, or UNKNOWN. All nodes before it run once too: one may write into its input."""
         with torch.no_grad(), _modules_as_they_are(), _silence():
             for each in node.graph.nodes:
                 if each not in self.values:
@@ -140,7 +142,7 @@ class Shapes:
             function = self._function(node)
             with self.mode:
                 return function(*args, **kwargs)
-        except Exception:  # the user's code, without its numbers: whatever it says, the answer is "unknown"
+        except Exception:  # the user's code without numbers: any error means "unknown"
             return UNKNOWN
 
     def _function(self, node: fx.Node) -> Callable[..., Any]:
@@ -156,12 +158,12 @@ class Shapes:
         if type(found).__module__.startswith("torch.nn."):
             return found
         tensors = (*found.parameters(), *found.buffers())
-        return copy.deepcopy(found, {id(t): t for t in tensors})  # it may keep what it computes
+        return copy.deepcopy(found, {id(t): t for t in tensors})  # it may store values
 
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Torch logs each error with all its lines; here they are answers."""
+    """torch logs each error with many lines; here errors are expected."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
     logger.disabled = True
@@ -173,7 +175,7 @@ def _silence() -> Iterator[None]:
 
 @contextmanager
 def _modules_as_they_are() -> Iterator[None]:
-    """During a trace, calls of modules and reads of their parameters are recorded."""
+    """Undo torch.fx's recording of module calls and of parameter reads for a moment."""
     call = nn.Module.__call__
     read = nn.Module.__getattr__
     nn.Module.__call__, nn.Module.__getattr__ = _orig_module_call, _orig_module_getattr  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
-"""LeafTracer: torch.fx's tracer for models as people write them.
+"""LeafTracer: a tracer of torch.fx for ordinary models.
 
-It keeps torch.nn layers whole, turns a module that cannot be traced into a leaf on the spot (an island), takes
-inputs apart as the example shows them, and remembers `no_grad` blocks.
+torch.nn layers stay whole. A module that cannot be traced becomes a leaf at once (an island). Inputs are
+taken apart as in the example, and `no_grad` blocks are recorded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ VIEWS = frozenset(  # calls whose result may be the memory of their first argume
 
 
 class LeafTracer(fx.Tracer):
-    """Leaves are torch.nn layers, what `is_known` accepts (a class, or a function), `skipped_module_names` (fnmatch
-    patterns of paths), and `islands`: modules that turned out not to be traceable.
+    """Leaves are torch.nn layers, modules and functions that `is_known` accepts, paths that match
+    `skipped_module_names` (fnmatch patterns), and `islands`: modules that could not be traced.
 
-    A user's subclass that inherits its `forward` from a torch.nn class is a leaf too: it computes what its base
-    class computes.
+    A user's subclass that inherits its `forward` from a torch.nn class is a leaf too: it computes the same as
+    its base.
 
-    decides  an `if` on sizes goes the way of the example, and the graph refuses inputs that would go another.
+    decides  an `if` on sizes takes the branch of the example, and the graph refuses inputs of other branches.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class LeafTracer(fx.Tracer):
         self.skipped_module_names = list(skipped_module_names)
         self.is_known = is_known
         self.islands: dict[str, Island] = {}
-        self.inputs: Mapping[str, Any] = {}  # what the example holds for an input, or its default
+        self.inputs: Mapping[str, Any] = {}  # the value of an input in the example, or its default
         self.example: Mapping[str, Any] = {}  # all inputs of the example by name, if there is one
-        self.shown: Call | None = None  # the example as it is called
-        self.as_shown = False  # call a decorated forward like that
+        self.shown: Call | None = None  # the example as a call
+        self.as_shown = False  # call a decorated forward like the example
         self.lengths: Lengths | None = None
         self.lists: list[Items] = []  # inputs that are lists or tuples
         self.thread = threading.get_ident()
@@ -134,13 +134,17 @@ class LeafTracer(fx.Tracer):
         return proxy
 
     def _refuse_if_kept(self, name: str | None) -> None:
-        """A constant of the graph would be written to again and again; a buffer is state, see State. Parameters
-        are named in the graph: what writes to them is a step of it."""
+        """Refuse a write into a constant of the graph, which every forward would repeat.
+
+        A buffer is handled by State. Parameters have a name in the graph, so a write to one is a step of the
+        graph.
+        """
         if name is not None and name not in dict(self.root.named_parameters(remove_duplicate=False)):
             raise TraceError(f"forward writes to {name}, which the next forward would read")
 
     def _is_users(self, target: Any) -> bool:
-        """A function marked with torch.fx.wrap; often only because of an `if`, and full of layers."""
+        """Is it a function marked with torch.fx.wrap? Often it is marked only because of an `if`, and
+        contains layers."""
         package = str(getattr(target, "__module__", "")).partition(".")[0]
         own = package in ("torch", "sparsebit")
         return isinstance(target, types.FunctionType) and not own and not self.is_known(target)
@@ -157,7 +161,7 @@ class LeafTracer(fx.Tracer):
         return None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """`assert` and `if ...: raise` have one outcome that goes on; others cannot be traced, but see `decides`."""
+        """`assert` and `if ...: raise` have one outcome that continues; other branches need `decides`."""
         outcome = only_outcome()
         if outcome is None and self.decides and self.example:
             outcome = self._decided(obj)
@@ -187,7 +191,7 @@ class LeafTracer(fx.Tracer):
         )
 
     def length(self, obj: fx.Proxy) -> int | None:
-        """How many items there are: written in the call, or seen on the example if sizes do not change it."""
+        """The number of items: fixed by the call, or known from the example if sizes do not change it."""
         parts = parts_of(obj.node) or fields_of(obj.node, self.root)
         if parts is None and self.example:
             return self._on_example().of(obj.node)
@@ -202,7 +206,7 @@ class LeafTracer(fx.Tracer):
         return recording(self, self.namespaces)
 
     def no_number(self) -> TraceError:
-        """`int(x.shape[0] / 4)` cannot return a proxy; the next trace knows where it was written, and records it."""
+        """`int(x.shape[0] / 4)` cannot return a proxy. The next trace knows the code and records the call."""
         namespace = namespace_of_caller()
         if namespace is not None and not any(known is namespace for known in self.namespaces):
             self.namespaces.append(namespace)
@@ -212,11 +216,11 @@ class LeafTracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        # of another graph
+        # those of another graph
         self.lengths = None
         self.lists = []
         self.thread = threading.get_ident()
-        bare = inspect.unwrap(root_fn)  # a decorator has other inputs than what it is around
+        bare = inspect.unwrap(root_fn)  # a decorator has other inputs than the function inside
         plain, args = super().create_args_for_root(bare, is_module)
         if self.as_shown:
             root_fn = called_as_shown(root_fn, args[1:], self.shown)
@@ -234,7 +238,7 @@ class LeafTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, fx.Proxy):
-            return a.node  # also one that says that it is a tuple
+            return a.node  # also a proxy whose class is a tuple
         if isinstance(a, dict) and type(a) is not dict:  # an OrderedDict, a ModelOutput: keep the type
             if is_dataclass(a):
                 values = {f.name: getattr(a, f.name) for f in fields(a)}
@@ -253,7 +257,8 @@ class LeafTracer(fx.Tracer):
 
 
 def _as_operator(method: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-    """`buffer[x]` reaches the tracer as a call of Tensor.__getitem__, `x[i]` as operator.getitem: make them one."""
+    """`buffer[x]` reaches the tracer as a call of Tensor.__getitem__, `x[i]` as operator.getitem: make them
+    equal."""
     name = method.strip("_")
     named = lambda n: getattr(operator, n, None) or getattr(operator, f"{n}_", None)
     if named(name):
@@ -264,7 +269,7 @@ def _as_operator(method: str, args: tuple[Any, ...]) -> tuple[str, Any, tuple[An
 
 
 def like(example: Any, proxy: Any) -> Any:
-    """`example` with each tensor replaced by a proxy of it; what is no tensor stays as it is."""
+    """`example` with each tensor replaced by a proxy of it; other values do not change."""
     if isinstance(example, Tensor):
         return proxy
     if isinstance(example, PackedSequence):
@@ -291,7 +296,7 @@ def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
 
 
 class State:
-    """What a module holds besides its layers, before its forward is traced."""
+    """The attributes of a module before its forward is traced."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -299,7 +304,8 @@ class State:
         self.buffers = {name: (b, b._version) for name, b in module._buffers.items() if b is not None}
 
     def settle(self) -> None:
-        """Forget what the forward left behind; refuse if it is a buffer, which the next forward would read."""
+        """Undo the attributes that the forward set; refuse a changed buffer, which the next forward would
+        read."""
         for name, (buffer, version) in self.buffers.items():
             if self.module._buffers.get(name) is not buffer or buffer._version != version:
                 raise TraceError(f"forward updates its buffer {name!r}")
@@ -308,7 +314,7 @@ class State:
                 self._put_back(name)
 
     def _put_back(self, name: str) -> None:
-        """`self.attention_map = x`: kept for looking at; a graph has no such place."""
+        """`self.attention_map = x` is stored for a later look; a graph has no place for it."""
         if name in self.attributes:
             self.module.__dict__[name] = self.attributes[name]
         else:
@@ -321,7 +327,8 @@ def forward_owner(cls: type) -> type:
 
 
 def _written(node: fx.Node) -> str | None:
-    """The tensor of the model, or the constant, that an in-place call changes; None if it is another value."""
+    """The tensor of the model, or the constant, that an in-place call changes; None if it changes another
+    value."""
     found: Any = node.kwargs.get("out") or argument(node, 0, "input")
     while isinstance(found, fx.Node) and found.args and name_of(found) in VIEWS:
         found = found.args[0]
