@@ -38,7 +38,9 @@ def case(request):
 
 def test_is_traced_without_islands(case):
     model, data, inputs = case
-    gm = trace(model, LeafTracer(is_known=lambda op: op is nn.TransformerEncoderLayer), call_of(data(2), model))
+    gm = trace(
+        model, LeafTracer(is_known=lambda op: op is nn.TransformerEncoderLayer), call_of(data(2), model)
+    )
     assert gm.meta["islands"] == {}
     for each in inputs:  # neither the batch nor the length is baked in
         assert_close(gm, model, each, 1e-6)

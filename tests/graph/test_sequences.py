@@ -78,3 +78,18 @@ def test_sizes_stay_on_the_cpu():
     moved = to_device({"x": (packed, torch.ones(2))}, torch.device("meta"))["x"]
     assert moved[0].data.device.type == moved[1].device.type == "meta"
     assert moved[0].batch_sizes.device.type == "cpu"
+
+
+class Repacks(nn.Module):
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths, batch_first=True)
+        again = PackedSequence(packed.data * 2, packed.batch_sizes)
+        return pad_packed_sequence(again, batch_first=True)[0]
+
+
+def test_a_new_packed_sequence_is_a_call():
+    call = ((torch.randn(2, 3, 4), torch.tensor([3, 1])), {})
+    gm = trace(Repacks(), LeafTracer(), call)
+    assert not gm.meta["islands"]
+    assert any(node.target is PackedSequence for node in gm.graph.nodes)
+    torch.testing.assert_close(gm(*call[0]), Repacks()(*call[0]))

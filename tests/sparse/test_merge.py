@@ -64,7 +64,9 @@ def branch(block, x):
 
 
 def names(model, x):
-    return [(p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x, model)).eval())]
+    return [
+        (p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x, model)).eval())
+    ]
 
 
 def test_what_is_found(net):

@@ -8,8 +8,6 @@ used. The rate of attention that has dropout only in training is read from a tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +17,8 @@ from torch import fx, nn
 from sparsebit.graph.ops import argument
 from sparsebit.graph.rewrite import fresh_name
 from sparsebit.graph.run.modes import evaluating
+from sparsebit.graph.trace.patches import FLAGS, patched
+from sparsebit.graph.trace.proxies import Flag
 from sparsebit.graph.trace.tracer import LeafTracer
 
 log = logging.getLogger("sparsebit")
@@ -55,49 +55,13 @@ class Rate(nn.Module):
         return str(self.p)
 
 
-class Flag(int):
-    """False, as read from `module.training`. After a test of its truth it proves nothing: of `self.training
-    and self.regularized` only the first half is left."""
-
-    asked = False
-
-    def __bool__(self) -> bool:
-        self.asked = True
-        return False
-
-
-@contextmanager
-def flags() -> Iterator[None]:
-    """Inside, a read of `module.training` of a module in eval mode returns a Flag."""
-
-    def read(module: nn.Module) -> Any:
-        return vars(module).get("training") or Flag()
-
-    def write(module: nn.Module, value: Any) -> None:
-        vars(module)["training"] = value
-
-    def taking_flags(function: Any) -> Any:
-        return lambda x, p, train: function(x, p, False if isinstance(train, Flag) else train)
-
-    kernels = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")  # these need a bool
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
-    for name in kernels:
-        setattr(torch._VF, name, taking_flags(getattr(torch._VF, name)))
-    try:
-        yield
-    finally:
-        del nn.Module.training
-        for name in kernels:
-            delattr(torch._VF, name)  # torch's function is found again
-
-
 def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
     """Mark the dropouts in `graph`, a trace of `root` in eval mode, that `root.train()` would switch on."""
     if not any(_training(node) is False for node in graph.nodes):
         return
     islands = dict(tracer.islands)
     try:
-        with flags():
+        with patched(FLAGS):
             again = tracer.trace(root)
     except Exception as error:  # torch.set_grad_enabled(self.training) takes nothing but a bool
         log.warning("%s: %s: %s", OFF, type(error).__name__, error)

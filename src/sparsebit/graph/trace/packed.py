@@ -1,17 +1,13 @@
 """Packed sequences in a trace: torch's functions that make and read them are single calls of the graph.
 
-They look at the lengths before torch.fx is asked. Callers know them by names of their own (`from torch.nn.utils.rnn
-import pack_padded_sequence as pack`), so while a model is traced it is no name that changes, but the function itself.
+They read the lengths before torch.fx is asked, so patches.py replaces their code during a trace.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -42,37 +38,10 @@ class Items:
     counted = False  # the forward asked for its length, a number that the graph cannot follow
 
 
-@contextmanager
-def packing(tracer: Any) -> Iterator[None]:
-    """Inside, FUNCTIONS and PackedSequence itself are recorded by `tracer` where they are given a proxy."""
-    _open_to_pytree()
-    old: list[tuple[Any, CodeType, Any]] = [(f, f.__code__, f.__kwdefaults__) for f in FUNCTIONS]
-    made = PackedSequence.__new__
-    stored = vars(PackedSequence)["__new__"]
-    for function, code, defaults in old:
-        was = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-        was.__kwdefaults__ = defaults
-        # first: another thread may call it now
-        function.__kwdefaults__ = {"_call": partial(_recorded, tracer, function, was)}
-        function.__code__ = _instead.__code__
-    make = lambda cls, *args, **kwargs: _recorded(tracer, cls, partial(made, cls), *args, **kwargs)
-    PackedSequence.__new__ = make  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PackedSequence.__new__ = stored  # type: ignore[method-assign]
-        for function, code, defaults in old:
-            function.__code__ = code
-            function.__kwdefaults__ = defaults
-
-
-def _instead(*args: Any, _call: Callable[..., Any], **kwargs: Any) -> Any:
-    return _call(*args, **kwargs)
-
-
-def _recorded(tracer: Any, target: Any, was: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recorded(tracer: Any, target: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Record a call that makes or reads a packed sequence, if it has a proxy among its arguments."""
     if not has_proxy((args, kwargs)):
-        return was(*args, **kwargs)
+        return original(*args, **kwargs)
     if target in OF_LISTS:
         first, *rest = args if args else (kwargs.pop("sequences"),)
         args = (_as_given(tracer, first), *rest)
@@ -167,7 +136,7 @@ def fields_of(node: fx.Node, root: nn.Module) -> int | None:
     return None
 
 
-def _open_to_pytree() -> None:
+def open_to_pytree() -> None:
     """In older versions of torch a PackedSequence is a leaf of pytree, and its tensors would be missed."""
     packed = PackedSequence(torch.zeros(1), torch.ones(1))
     if len(pytree.tree_leaves(packed)) == 1:

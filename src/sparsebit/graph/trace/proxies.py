@@ -64,6 +64,17 @@ class PackedProxy(InplaceProxy):
         return PackedSequence
 
 
+class Flag(int):
+    """False, as read from `module.training`. After a test of its truth it proves nothing: of `self.training
+    and self.regularized` only the first half is left."""
+
+    asked = False
+
+    def __bool__(self) -> bool:
+        self.asked = True
+        return False
+
+
 def has_proxy(value: Any) -> bool:
     if isinstance(value, fx.Proxy):
         return True

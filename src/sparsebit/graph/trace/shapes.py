@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx._symbolic_trace import _orig_module_call, _orig_module_getattr
 from torch.utils import _pytree as pytree
 
 from sparsebit.graph.ops import argument, name_of
+from sparsebit.graph.trace.patches import UNRECORDED, patched
 
 UNKNOWN = object()
 OTHER_SIZES: tuple[Callable[[int], int], ...] = (
@@ -124,7 +124,7 @@ class Shapes:
 
     def of(self, node: fx.Node) -> Any:
         """The node's value, or UNKNOWN. All nodes before it run once too: one may write into its input."""
-        with torch.no_grad(), _modules_as_they_are(), _silence():
+        with torch.no_grad(), patched(UNRECORDED), _silence():
             for each in node.graph.nodes:
                 if each not in self.values:
                     self.values[each] = self._run(each)
@@ -171,15 +171,3 @@ def _silence() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _modules_as_they_are() -> Iterator[None]:
-    """Undo torch.fx's recording of module calls and of parameter reads for a moment."""
-    call = nn.Module.__call__
-    read = nn.Module.__getattr__
-    nn.Module.__call__, nn.Module.__getattr__ = _orig_module_call, _orig_module_getattr  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__, nn.Module.__getattr__ = call, read  # type: ignore[method-assign]
