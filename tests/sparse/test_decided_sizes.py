@@ -124,7 +124,7 @@ class Deviation(nn.Module):
 
 
 def test_what_becomes_nan_is_refused():
-    with pytest.raises(SparsebitError, match=r"std: is NaN after pruning, .* let more channels stay"):
+    with pytest.raises(SparsebitError, match=r"std: is NaN after pruning"):
         sparsebit.prune(Deviation().eval(), torch.randn(5, 3), 0.9)
 
 

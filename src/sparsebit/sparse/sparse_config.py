@@ -144,7 +144,7 @@ class SparserConfig(PluginConfig):
                     )
             if "RATIO" in rule and rule.get("PATTERN", has_pattern):
                 raise ConfigError(
-                    f"{where}: RATIO has no effect beside PATTERN;  "
+                    f"{where}: RATIO has no effect beside PATTERN; "
                     f"write [PATTERN, null, RATIO, ...], and RATIO 0 for a layer that stays whole"
                 )
 

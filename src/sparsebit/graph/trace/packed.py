@@ -82,7 +82,7 @@ def settle_lists(graph: fx.Graph, lists: list[Items]) -> None:
         used = items.counted or any(part in source.users for part in parts)
         if used and isinstance(items.value, list) and any(node.target in FUNCTIONS for node in graph.nodes):
             raise TraceError(
-                f"forward reads the items of the list {source.target} one by one, and packs or pads  "
+                f"forward reads the items of the list {source.target} one by one, and packs or pads "
                 f"sequences; pad them outside of the model"
             )
         if used:

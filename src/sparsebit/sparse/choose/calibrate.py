@@ -51,7 +51,7 @@ def show(smodel: Any, oprs: dict[str, Any], batches: Any, loss: Any, progress: b
     fewest = min((opr.moments.rows for opr in oprs.values() if opr.moments and opr.moments.rows), default=FEW)
     if fewest < FEW:
         log.warning(
-            "batches: some layers see only %d samples, and weights that are fitted to so few may not suit other data;  "
+            "batches: some layers see only %d samples, and weights that are fitted to so few may not suit other data; "
             "pass a few dozen, or set SPARSER.REFIT to false",
             fewest,
         )

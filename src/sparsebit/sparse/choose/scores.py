@@ -55,7 +55,7 @@ def check_judged(walk: Walk, oprs: Oprs, scores: Tensor, ratios: Tensor) -> None
     if any(bool(torch.isin(roots, every).any()) for roots in made):
         raise cannot_judge(opr.sparser for opr in oprs.values())
     why = next(iter(walk.labels.why_fixed.values()), "it has no layer whose channels another one reads")
-    log.warning("no channel of this model can be removed:  %s", why)
+    log.warning("no channel of this model can be removed: %s", why)
 
 
 def class_ratios(walk: Walk, oprs: Oprs, default: float) -> Tensor:

@@ -97,7 +97,7 @@ def share(gm: nn.Module, model: nn.Module, origins: Origins) -> None:
     apart = [path for path, _ in gm.named_parameters() if path not in links]
     if apart:
         log.warning(
-            "SparseModel: trains parameters (%s) that your model computes from others; your model  "
+            "SparseModel: trains parameters (%s) that your model computes from others; your model "
             "does not follow there, take the trained one from smodel.compact()",
             ", ".join(apart[:3]) + f" and {len(apart) - 3} more" * (len(apart) > 3),
         )
@@ -150,7 +150,7 @@ def part(model: nn.Module, links: Links, what: str) -> None:
     """Give the model other tensors with the same values; the graph keeps the shared ones, which optimizers
     know."""
     log.warning(
-        "%s sets weights: from here on the SparseModel has separate weights, and the model that it was made of keeps  "
+        "%s sets weights: from here on the SparseModel has separate weights, and the model that it was made of keeps "
         "those of now; take the result from smodel.compact()",
         what,
     )
