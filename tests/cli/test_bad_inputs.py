@@ -311,7 +311,7 @@ PRUNING = {
     "--sparser sparsegpt": ["--sparser sparsegpt: removes single weights, and this command channels"],
     "--merge 1": ["--merge: layers are fitted to data; add --data"],
     "--data x.npy --depth -1": ["depth: must be at least 0, got -1"],
-    "--data x.npy --depth layer9": ["depth: none is called layer9"],
+    "--data x.npy --depth layer9": ["depth: there is no layer9"],
     "--heads hole": ["SPARSER.HEADS", "hole", "whole"],
     "--scope all": ["SPARSER.SCOPE", "all", "global"],
 }

@@ -308,11 +308,11 @@ def test_merged_then_cut_quantized_and_exported(net, tmp_path):
     [
         ({"merge": 1}, "pass batches"),
         ({"merge": "auto"}, "pass batches"),
-        ({"merge": "block.1"}, r"none is called block\.1"),
-        ({"depth": "auto", "batches": [torch.zeros(2, 3, 8, 8)]}, "depth: none is called auto"),
+        ({"merge": "block.1"}, r"there is no block\.1"),
+        ({"depth": "auto", "batches": [torch.zeros(2, 3, 8, 8)]}, "depth: there is no auto"),
         ({"merge": 9, "batches": [torch.zeros(2, 3, 8, 8)]}, "only 3 can"),
         ({"merge": -1}, "merge: must be"),
-        ({"merge": ["block.1"]}, r"none is called block\.1; there are blocks\.0, blocks\.1, blocks\.4"),
+        ({"merge": ["block.1"]}, r"there is no block\.1; the names are blocks\.0, blocks\.1, blocks\.4"),
         ({"merge": 1, "batches": iter([torch.zeros(2, 3, 8, 8)])}, "list or a loader"),
     ],
 )

@@ -322,7 +322,7 @@ def test_memory_does_not_grow_with_the_number_of_batches(monkeypatch):
 
     def run(self, *args, **options):
         until(self, *args, **options)
-        alive[id(self)] = self.size() + sum(v.nbytes for v in self.given.values())
+        alive[id(self)] = self.size() + sum(v.nbytes for v in self.inputs.values())
         most.append(sum(alive.values()))
 
     def drop(self):
