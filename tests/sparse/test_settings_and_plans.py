@@ -81,7 +81,10 @@ def test_ratios_set_later_count_in_a_ranking_of_all():
 @pytest.mark.parametrize(
     "section, message",
     [
-        ({"SPECIFIC": [{"2": ["ROUND_TO", 4]}]}, r"SPECIFIC\[0\]\['2'\]: ROUND_TO belongs to the whole model"),
+        (
+            {"SPECIFIC": [{"2": ["ROUND_TO", 4]}]},
+            r"SPECIFIC\[0\]\['2'\]: ROUND_TO belongs to the whole model",
+        ),
         ({"SPECIFIC": [{"2": ["TYPE", "unstructured"]}]}, "TYPE belongs to the whole model"),
         ({"SPECIFIC": [{"2": ["SCOPE", "global"]}]}, "SCOPE belongs to the whole model"),
         (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.feeding import tracked
+from sparsebit.graph.run.progress import tracked
 from sparsebit.llm.checkpoints.card import write_card
 from sparsebit.llm.checkpoints.conserve import check_conserved
 from sparsebit.llm.checkpoints.store import Store

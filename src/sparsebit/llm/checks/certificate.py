@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError, ExportError, ReaderError
-from sparsebit.graph.feeding import as_call, first_of, signature_of
+from sparsebit.graph.run.batches import first_of
+from sparsebit.graph.run.calls import Call
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.llm.checkpoints.load import load
 from sparsebit.llm.checks.made_up import made_up
 from sparsebit.llm.layers.linear import QuantLinear
@@ -156,7 +158,7 @@ def certify(
 
 def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
     """What is tried: a few tokens of the first batch; of other inputs the whole batch, which cannot be cut blindly."""
-    args, kwargs = as_call(batch, signature_of(model))
+    args, kwargs = Call.of(batch, signature_of(model))
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
     if set(found) <= TEXT:

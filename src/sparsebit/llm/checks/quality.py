@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsebit.graph.feeding import signature_of
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.llm.checks.perplexity import logits_of
 from sparsebit.llm.methods import METHODS
 from sparsebit.llm.walk.capture import replaced, runner

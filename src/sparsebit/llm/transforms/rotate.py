@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device
+from sparsebit.graph.run.batches import as_iterable
+from sparsebit.graph.run.calls import Call as ForwardCall
+from sparsebit.graph.run.calls import to_device
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.llm.checks.perplexity import logits_of
 from sparsebit.llm.models.blocks import linears_of
 from sparsebit.llm.models.sources import InMemory
@@ -152,7 +155,7 @@ def _outside(model: nn.Module, blocks: nn.ModuleList, batch: Any, first: nn.Modu
     """The logits of the model with blocks that hand on what they get."""
     signature = signature_of(model)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-    args, kwargs = as_call(batch, signature)
+    args, kwargs = ForwardCall.of(batch, signature)
     if "use_cache" in signature.parameters:
         kwargs = {**kwargs, "use_cache": False}
     wrap: list[Any] = []

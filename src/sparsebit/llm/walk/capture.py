@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.feeding import as_call, as_iterable, signature_of, to_device
+from sparsebit.graph.run.batches import as_iterable
+from sparsebit.graph.run.calls import Call as ForwardCall
+from sparsebit.graph.run.calls import to_device
+from sparsebit.graph.run.signature import signature_of
 from sparsebit.llm.walk.spill import Spilled, copied
 
 HIDDEN = ("hidden_states", "x", "hidden", "input")
@@ -192,7 +195,7 @@ def runner(model: Any) -> Callable[..., Any]:
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
     def run(batch: Any, **more: Any) -> Any:
-        args, kwargs = as_call(batch, signature)
+        args, kwargs = ForwardCall.of(batch, signature)
         return model(
             *to_device(args, device), **{**to_device(kwargs, device), **extra, **to_device(more, device)}
         )

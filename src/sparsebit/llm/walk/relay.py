@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError, SparsebitError
-from sparsebit.graph.feeding import tracked
+from sparsebit.graph.run.progress import tracked
 from sparsebit.llm.models.blocks import Tower
 from sparsebit.llm.models.skeleton import first_line
 from sparsebit.llm.models.sources import InMemory
