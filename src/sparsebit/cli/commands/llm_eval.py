@@ -25,7 +25,7 @@ def evaluate(
     if data is None:
         raise InputError("--data: perplexity of which text? give a .txt file, or an .npy file of tokens")
     start()
-    from sparsebit.graph.feeding import tracked
+    from sparsebit.graph.run.progress import tracked
     from sparsebit.llm import perplexity
 
     with status("loading the model and the text"):
