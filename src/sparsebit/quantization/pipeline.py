@@ -1,7 +1,7 @@
 """How a traced model becomes a quantized one: the passes, in order. Read this file first.
 
-    trace -> simplify -> merge_branches -> open_gates -> to_qmodules -> pads_into_convs -> insert_input_quantizers
-          -> build_quantizers -> equalize_sums -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float
+    trace -> simplify -> whole_activations -> fold_affine -> merge_branches -> open_gates -> to_qmodules
+          -> pads_into_convs -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float
           -> integer_outputs -> equalize -> one_grid -> wholly_float -> known_ranges
 
 Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, times, lints and checks them.
@@ -24,10 +24,12 @@ from sparsebit.graph.simplify import SIMPLIFIERS
 from sparsebit.quantization.converters.constants import only_on_constants
 from sparsebit.quantization.converters.ends import ends
 from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
+from sparsebit.quantization.converters.fold_affine import fold_affine
 from sparsebit.quantization.converters.islands import quantize_inside
 from sparsebit.quantization.converters.merge_branches import merge_branches
 from sparsebit.quantization.converters.open_gates import open_gates
 from sparsebit.quantization.converters.pads_into_convs import pads_into_convs
+from sparsebit.quantization.converters.whole_activations import whole_activations
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
@@ -130,7 +132,7 @@ __all__ = [
     "SIMPLIFIERS",
     "BuildContext",
 ]
-CONVERT_PASSES = [merge_branches, open_gates, to_qmodules, pads_into_convs]
+CONVERT_PASSES = [whole_activations, fold_affine, merge_branches, open_gates, to_qmodules, pads_into_convs]
 QUANTIZER_PASSES = [insert_input_quantizers, build_quantizers]
 PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 
