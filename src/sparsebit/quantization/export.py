@@ -32,10 +32,8 @@ from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
-NOTES = (
-    "float_forms",
-    "front_end",
-)  # in the meta of a graph: what converters/float_forms.py and trace/auto_trace.py chose
+# in the meta of a graph: what calibration/float_choice.py and trace/auto_trace.py chose
+NOTES = ("float_forms", "float_attention", "front_end")
 UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 

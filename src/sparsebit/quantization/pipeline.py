@@ -1,8 +1,9 @@
 """How a traced model becomes a quantized one: the passes, in order. Read this file first.
 
     trace -> simplify -> whole_activations -> fold_affine -> merge_branches -> open_gates -> to_qmodules
-          -> pads_into_convs -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn -> disable_unnecessary_quant -> softmax_in_float
-          -> integer_outputs -> equalize -> one_grid -> wholly_float -> known_ranges
+          -> pads_into_convs -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn
+          -> disable_unnecessary_quant -> softmax_in_float -> integer_outputs -> equalize -> one_grid
+          -> wholly_float -> known_ranges
 
 Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, times, lints and checks them.
 """
@@ -23,8 +24,8 @@ from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_mo
 from sparsebit.graph.simplify import SIMPLIFIERS
 from sparsebit.quantization.converters.constants import only_on_constants
 from sparsebit.quantization.converters.ends import ends
-from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.converters.fold_affine import fold_affine
+from sparsebit.quantization.converters.fuse_operations import FINAL_PASSES, FUSE_PASSES
 from sparsebit.quantization.converters.islands import quantize_inside
 from sparsebit.quantization.converters.merge_branches import merge_branches
 from sparsebit.quantization.converters.open_gates import open_gates

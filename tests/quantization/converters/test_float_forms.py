@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import sparsebit
 from sparsebit import QuantConfig
 from sparsebit.quantization import QuantModel
-from sparsebit.quantization.converters import float_forms as forms
-from sparsebit.quantization.converters.float_forms import GOOD_ENOUGH, NOTE, float_forms
+from sparsebit.quantization.calibration import float_choice
+from sparsebit.quantization.calibration.float_choice import GOOD_ENOUGH, NOTE
+from sparsebit.quantization.converters.float_forms import float_forms
 
 
 class Separable(nn.Module):
@@ -53,7 +54,7 @@ def sqnr(model: nn.Module, qmodel: QuantModel, x: Tensor) -> float:
 
 @pytest.fixture
 def nothing_is_good_enough(monkeypatch):
-    monkeypatch.setattr(forms, "GOOD_ENOUGH", 100.0)
+    monkeypatch.setattr(float_choice, "GOOD_ENOUGH", 100.0)
 
 
 def test_channels_of_very_different_range_get_the_float_form(tmp_path, nothing_is_good_enough):

@@ -25,7 +25,10 @@ COMPARE: tuple[Callable[[Any, Any], Any], ...] = (
 
 
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._BatchNorm)  # their results are floats
-ARITHMETIC = frozenset("add sub mul div truediv multiply divide sigmoid tanh softmax relu relu6 clamp".split())
+ARITHMETIC = frozenset(
+    ["add", "sub", "mul", "div", "truediv", "multiply", "divide"]
+    + ["sigmoid", "tanh", "softmax", "relu", "relu6", "clamp"]
+)
 
 
 @graph_pass("settle_ranks", keeps_output=True)

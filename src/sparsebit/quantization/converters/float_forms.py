@@ -9,51 +9,40 @@ The float form is taken only where the other one is not good enough, and for a w
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from sparsebit.graph.ops import inputs_of, module_calls, module_of
-from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import SMOOTH
 from sparsebit.quantization.layers import is_active
-from sparsebit.quantization.modules import quant_mode
 from sparsebit.quantization.modules.activations import QGELU
 from sparsebit.quantization.modules.conv import QConv2d, is_depthwise, is_pointwise
-from sparsebit.quantization.modules.math import QMul
+from sparsebit.quantization.modules.math import QAdd, QMul
 from sparsebit.quantization.modules.unary import QIdentity
-from sparsebit.quantization.quantizers import Mode, Quantizer
+from sparsebit.quantization.quantizers import Quantizer
 
-log = logging.getLogger("sparsebit")
 ACTIVATIONS = (*SMOOTH, QGELU)
-A_BIT = 6.0  # dB on the outputs of the model
-GOOD_ENOUGH = 20.0  # dB: outputs so close to the float model's stay as they are, and fast
 FEW_INPUTS = 16  # channels: on 3, a stem takes 1.6 times as long in integers; up to 16 is an estimate
 # from benchmarks/float_forms.py on AVX2 and on VNNI:
 PRODUCTS_PER_VALUE = 33  # rounding a value and bringing it into another layout take as long as these save
-NOTE = "float_forms"  # in the meta of the graph: what was chosen, for the report
 
 
 @dataclass
 class FloatForm:
-    """A convolution, and the quantizers that fall away where it or its activation is computed in float."""
+    """Quantizers that fall away together, where an op or a convolution and its activation are computed in float."""
 
-    conv: QConv2d
+    conv: QConv2d | None
     quantizers: list[Quantizer]
 
     def apply(self) -> None:
         for quantizer in self.quantizers:
             quantizer.set_unused()
-        if self.conv.weight_quantizer in self.quantizers and self.conv.bias_correction is not None:
-            self.conv.drop_correction()
+        conv = self.conv
+        if conv is not None and conv.weight_quantizer in self.quantizers and conv.bias_correction is not None:
+            conv.drop_correction()
 
 
 def float_forms(gm: fx.GraphModule) -> list[FloatForm]:
@@ -106,76 +95,37 @@ def gate_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
             factors = [x for x in inputs_of(product) if isinstance(_module(x, gm), QIdentity)]
             if len(factors) == 2 and {inputs_of(x)[0] for x in factors} == {node, user}:
                 found += [_module(x, gm).input_quantizer for x in factors]
+                found += _constant_behind(product, gm)
+        found += _constant_behind(user, gm)
     return [q for q in dict.fromkeys(found) if is_active(q)]
+
+
+def _constant_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
+    """The quantizers of `node + constant`, if nothing else reads `node`."""
+    identity = next(iter(node.users), None)
+    total = next(iter(identity.users), None) if isinstance(_module(identity, gm), QIdentity) else None
+    if len(node.users) > 1 or total is None or _summand(total, gm) is not node:
+        return []
+    return [_module(x, gm).input_quantizer for x in inputs_of(total) if isinstance(_module(x, gm), QIdentity)]
+
+
+def _summand(total: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
+    """x, if `total` is x + constant."""
+    if not isinstance(_module(total, gm), QAdd):
+        return None
+    inputs = [inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x for x in inputs_of(total)]
+    varying = [x for x in inputs if x.op != "get_attr"]
+    return varying[0] if len(varying) == 1 else None
 
 
 def _reads_smooth(node: fx.Node, gm: fx.GraphModule) -> bool:
     source = inputs_of(node)[0]
+    source = _summand(source, gm) or source
     if not isinstance(_module(source, gm), QMul):
         return isinstance(_module(source, gm), ACTIVATIONS)
     factors = [inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x for x in inputs_of(source)]
     return any(isinstance(_module(x, gm), ACTIVATIONS) for x in factors)
 
 
-def _module(node: fx.Node, gm: fx.GraphModule) -> Any:
-    return module_of(node, gm) if node.op == "call_module" else None
-
-
-@torch.no_grad()
-def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
-    """Take the float forms if they bring a bit on the outputs for `calls`; returns how many dB they bring."""
-    forms = float_forms(gm)
-    if not forms or not calls:
-        return 0.0
-    wanted = [_outputs(gm, call) for call in calls]
-    with quant_mode(gm, w=True, a=True):
-        integer = _noise(wanted, [_outputs(gm, call) for call in calls])
-        if not integer or -10 * math.log10(integer) > GOOD_ENOUGH:
-            return 0.0
-        with _off(forms):
-            floating = _noise(wanted, [_outputs(gm, call) for call in calls])
-    gain = 10 * math.log10(integer / floating) if floating else 0.0
-    if gain < A_BIT:
-        return gain
-    for form in forms:
-        form.apply()
-    gm.meta[NOTE] = (
-        f"the activations of {len(forms)} convolutions, and depthwise convolutions beside them, are computed in float: "
-        f"+{gain:.1f} dB on the calibration data. SCHEDULE.FLOAT_FORMS: false keeps them integer, which is faster"
-    )
-    log.info("%s", gm.meta[NOTE])
-    return gain
-
-
-def _outputs(gm: fx.GraphModule, call: Call) -> list[Tensor]:
-    leaves = pytree.tree_leaves(call.run(gm))
-    return [x.detach().double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _noise(wanted: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> float:
-    """Geometric mean over the outputs of noise by signal; what is not finite counts for nothing."""
-    shares = []
-    for output in range(len(wanted[0])):
-        noise = signal = 0.0
-        for want, got in zip(wanted, found):
-            a, b = want[output], got[output]
-            if a.shape != b.shape:
-                return 0.0
-            usable = a.isfinite() & b.isfinite()
-            noise += float((a - b)[usable].square().sum())
-            signal += float((a - a[usable].mean() if usable.any() else a)[usable].square().sum())
-        if noise and signal:
-            shares.append(math.log(noise / signal))
-    return math.exp(sum(shares) / len(shares)) if shares else 0.0
-
-
-@contextmanager
-def _off(forms: Sequence[FloatForm]) -> Iterator[None]:
-    quantizers = [(q, q.mode) for form in forms for q in form.quantizers]
-    try:
-        for quantizer, _ in quantizers:
-            quantizer.mode = Mode.FLOAT
-        yield
-    finally:
-        for quantizer, mode in quantizers:
-            quantizer.mode = mode
+def _module(node: fx.Node | None, gm: fx.GraphModule) -> Any:
+    return module_of(node, gm) if node is not None and node.op == "call_module" else None

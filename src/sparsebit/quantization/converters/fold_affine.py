@@ -128,7 +128,10 @@ def _channels(layer: Any) -> int:
 def _per_channel(value: Tensor, channels: int, layer: nn.Module) -> Tensor | None:
     """One entry per output channel, if `value` is spread over them and over nothing else."""
     behind = 0  # axes behind the channels
-    for kinds, axes in (((nn.Conv1d, nn.ConvTranspose1d), 1), ((nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d), 2)):
+    for kinds, axes in (
+        ((nn.Conv1d, nn.ConvTranspose1d), 1),
+        ((nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d), 2),
+    ):
         behind = axes if isinstance(layer, kinds) else behind
     if isinstance(layer, (nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d)):
         behind = 3
@@ -149,7 +152,9 @@ def _change(layer: Any, scale: Tensor, shift: Tensor) -> None:
     """Make the layer compute `layer(x) * scale + shift`. New parameters: others may share the old ones."""
     weight, bias = layer.weight, layer.bias
     factor = scale.to(weight.device)
-    if isinstance(layer, TRANSPOSED):  # (in, out / groups, ...): group g of the inputs makes group g of the outputs
+    if isinstance(
+        layer, TRANSPOSED
+    ):  # (in, out / groups, ...): group g of the inputs makes group g of the outputs
         parts = weight.double().unflatten(0, (layer.groups, -1))
         per_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
         new = (parts * per_group).flatten(0, 1)

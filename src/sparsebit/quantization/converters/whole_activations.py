@@ -25,8 +25,9 @@ KNOWN: tuple[tuple[Any, dict[str, Any]], ...] = (
     (F.hardsigmoid, {}),
 )
 FUNCTIONS = frozenset(
-    "add sub rsub mul multiply div truediv neg pow square exp reciprocal sigmoid tanh erf relu relu6 clamp clamp_min "
-    "clamp_max clip hardtanh softplus minimum maximum hardsigmoid log1p logsigmoid".split()
+    ["add", "sub", "rsub", "mul", "multiply", "div", "truediv", "neg", "pow", "square", "reciprocal"]
+    + ["exp", "log1p", "sigmoid", "logsigmoid", "hardsigmoid", "tanh", "hardtanh", "erf", "softplus"]
+    + ["relu", "relu6", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"]
 )
 MODULES = (nn.ReLU, nn.ReLU6, nn.Hardtanh, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardsigmoid, nn.LogSigmoid)
 POINTS = torch.cat([torch.linspace(-12, 12, 481, dtype=torch.float64), torch.tensor([-40.0, 40.0]).double()])
