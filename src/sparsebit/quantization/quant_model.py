@@ -21,7 +21,7 @@ from sparsebit.graph.run.signature import show_signature, signature_of
 from sparsebit.graph.trace.guards import with_unread
 from sparsebit.quantization import qat
 from sparsebit.quantization.calibration.batchnorm_folding import mirror_negative_norms
-from sparsebit.quantization.calibration.float_choice import choose_float_forms
+from sparsebit.quantization.calibration.float_choice import choose_float_forms, forget_float_forms
 from sparsebit.quantization.calibration.runner import CalibrationRunner
 from sparsebit.quantization.checkpoint import load_checkpoint, save_checkpoint
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import makers_of, reuse_memory
@@ -224,6 +224,7 @@ class QuantModel(nn.Module):
                 "batches, then calc_qparams() once"
             )
         self.calibration_runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
+        forget_float_forms(self.model)
         if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
             choose_float_forms(self.model, self.calibration_runner.samples)
         if needs_reconstruction(self.model):

@@ -54,13 +54,17 @@ def kinds() -> list[Kind]:
     ]
 
 
+def forget_float_forms(gm: fx.GraphModule) -> None:
+    """A new calibration chooses again."""
+    for kind in kinds():
+        gm.meta.pop(kind.note, None)
+
+
 @torch.no_grad()
 def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
     """Take the kinds that bring enough on the outputs for `calls`; returns how many dB they bring together."""
     found = [(kind, kind.find(gm)) for kind in kinds()]
     found = [(kind, forms) for kind, forms in found if forms]
-    for kind in kinds():
-        gm.meta.pop(kind.note, None)
     if not found or not calls:
         return 0.0
     wanted = [_outputs(gm, call) for call in calls]
