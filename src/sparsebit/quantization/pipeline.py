@@ -1,7 +1,7 @@
 """How a traced model becomes a quantized one: the passes, in order. Read this file first.
 
-    trace -> simplify -> whole_activations -> fold_affine -> merge_branches -> open_gates -> to_qmodules
-          -> pads_into_convs -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn
+    trace -> simplify -> whole_activations -> whole_norms -> fold_affine -> merge_branches -> open_gates
+          -> to_qmodules -> pads_into_convs -> insert_input_quantizers -> build_quantizers -> equalize_sums -> fuse_bn
           -> disable_unnecessary_quant -> softmax_in_float -> integer_outputs -> equalize -> one_grid
           -> wholly_float -> known_ranges
 
@@ -31,6 +31,7 @@ from sparsebit.quantization.converters.merge_branches import merge_branches
 from sparsebit.quantization.converters.open_gates import open_gates
 from sparsebit.quantization.converters.pads_into_convs import pads_into_convs
 from sparsebit.quantization.converters.whole_activations import whole_activations
+from sparsebit.quantization.converters.whole_norms import whole_norms
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.own_forward import own_forward
 from sparsebit.quantization.modules.unary import QIdentity
@@ -133,7 +134,15 @@ __all__ = [
     "SIMPLIFIERS",
     "BuildContext",
 ]
-CONVERT_PASSES = [whole_activations, fold_affine, merge_branches, open_gates, to_qmodules, pads_into_convs]
+CONVERT_PASSES = [
+    whole_activations,
+    whole_norms,
+    fold_affine,
+    merge_branches,
+    open_gates,
+    to_qmodules,
+    pads_into_convs,
+]
 QUANTIZER_PASSES = [insert_input_quantizers, build_quantizers]
 PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 

@@ -226,7 +226,7 @@ class QuantModel(nn.Module):
         self.calibration_runner.layerwise_calibration(self.device, asym, w_quant, a_quant, offload)
         forget_float_forms(self.model)
         if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
-            choose_float_forms(self.model, self.calibration_runner.samples)
+            choose_float_forms(self.model, self.calibration_runner.samples.calls)
         if needs_reconstruction(self.model):
             w, a = w_quant or not a_quant, a_quant or not w_quant
             reconstruct(self.model, self.calibration_runner.inputs(), w_quant=w, a_quant=a, offload=offload)

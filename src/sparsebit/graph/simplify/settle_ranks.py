@@ -25,9 +25,9 @@ COMPARE: tuple[Callable[[Any, Any], Any], ...] = (
 
 
 LAYERS = (nn.modules.conv._ConvNd, nn.Linear, nn.modules.batchnorm._BatchNorm)  # their results are floats
+FLOAT_RESULTS = frozenset(["mean", "sqrt", "rsqrt", "sigmoid", "tanh", "exp", "softmax", "truediv"])
 ARITHMETIC = frozenset(
-    ["add", "sub", "mul", "div", "truediv", "multiply", "divide"]
-    + ["sigmoid", "tanh", "softmax", "relu", "relu6", "clamp"]
+    ["add", "sub", "mul", "div", "multiply", "divide", "pow", "relu", "relu6", "clamp", "reshape", "permute"]
 )
 
 
@@ -57,7 +57,7 @@ def _reads_rank(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def is_float(node: fx.Node, gm: fx.GraphModule, depth: int = 16) -> bool:
     """Is the value known to be a floating-point tensor? Sums and products with one of these are."""
-    if constant_tensor(node, gm) is not None:
+    if constant_tensor(node, gm) is not None or name_of(node) in FLOAT_RESULTS:
         return True
     op = op_of(node, gm)
     if not depth or (isinstance(op, type) and issubclass(op, LAYERS)):

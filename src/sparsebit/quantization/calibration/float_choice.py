@@ -1,6 +1,6 @@
 """Which parts of a network are computed in float, because integers harm its outputs too much.
 
-Calibration measures the outputs on its first samples: of the float model, of the quantized one, and of the quantized
+Calibration measures the outputs on a few samples: of the float model, of the quantized one, and of the quantized
 one with one kind of float form. A kind is taken if it brings as many dB as it costs time.
 """
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.ops import module_of
@@ -17,14 +16,12 @@ from sparsebit.graph.run.lanes import Lane
 from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.calibration.bias_correction import InputMean
 from sparsebit.quantization.calibration.distributed import any_rank, merge_means, over_ranks
+from sparsebit.quantization.calibration.samples import Samples
 from sparsebit.quantization.calibration.saturation import trim_ranges
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
-SAMPLES = (
-    8  # that many rows, rounded up to whole batches, are enough to measure what a choice does to the outputs
-)
 
 
 class CalibrationRunner:
@@ -43,8 +40,7 @@ class CalibrationRunner:
         self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
         self.forwards = 0
-        self.samples: list[Call] = []  # the first few, to measure outputs on
-        self._rows = 0
+        self.samples = Samples()
         self.store: Store | None = Store("disk") if keep_inputs else None
         self.why_no_inputs = "prepare_calibration(asym=False) was told not to keep the inputs"
         self.offload = "device"
@@ -68,10 +64,7 @@ class CalibrationRunner:
     def record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs of one forward, on disk; a full disk only costs the `asym` option."""
         self.forwards += 1
-        if self._rows < SAMPLES:
-            call = Call(args, kwargs).copy()
-            self.samples.append(call)
-            self._rows += rows_of(call)
+        self.samples.see(Call(args, kwargs))
         if self.store is None:
             return
         try:
@@ -100,7 +93,7 @@ class CalibrationRunner:
             mean.handle.remove()
         self.means.clear()
         self.batches.clear()
-        self.samples.clear()
+        self.samples = Samples()
         if self.store is not None:
             self.store.close()
         self.store = None
@@ -270,12 +263,6 @@ class _Recorded(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self.kept)
-
-
-def rows_of(call: Call) -> int:
-    """How many samples a call has: the first axis of its first tensor."""
-    tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.dim()]
-    return len(tensors[0]) if tensors else 1
 
 
 def _quantizers(model: nn.Module) -> Iterable[Quantizer]:
