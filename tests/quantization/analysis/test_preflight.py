@@ -42,7 +42,8 @@ class Mixed(nn.Module):
         mask = F.relu(ids)
         x = self.embed(mask) + x
         x = torch.relu(self.fc1(x))
-        x = self.norm(self.fc2(x) * 2)
+        x = self.fc2(x)
+        x = self.norm(x * x)
         x = torch.sigmoid(x.transpose(0, 1)) + self.table[0]
         x = self.fc3(x)
         x[0] = 1
