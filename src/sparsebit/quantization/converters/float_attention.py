@@ -6,13 +6,12 @@ ones zero. The product in integers is about as fast as in float, so little is lo
 
 from __future__ import annotations
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.graph.ops import inputs_of, module_of
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.float_forms import FloatForm
 from sparsebit.quantization.layers import input_carriers, is_active, moves_values
-from sparsebit.quantization.modules import Opr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.composite.attention import QMultiheadAttention
 from sparsebit.quantization.modules.matmul import Attention, MatMul
@@ -40,7 +39,7 @@ def float_attention(gm: fx.GraphModule) -> list[FloatForm]:
     return found
 
 
-def _of_blocks(module: Opr) -> list[Quantizer | None]:
+def _of_blocks(module: nn.Module) -> list[Quantizer | None]:
     """nn.MultiheadAttention, also inside of a transformer layer."""
     blocks = [block for block in module.modules() if isinstance(block, QMultiheadAttention)]
     return [identity.input_quantizer for block in blocks for identity in (block.probs, block.value)]

@@ -102,9 +102,11 @@ def gate_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
 
 def _constant_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
     """The quantizers of `node + constant`, if nothing else reads `node`."""
-    identity = next(iter(node.users), None)
+    if len(node.users) != 1:
+        return []
+    identity = next(iter(node.users))
     total = next(iter(identity.users), None) if isinstance(_module(identity, gm), QIdentity) else None
-    if len(node.users) > 1 or total is None or _summand(total, gm) is not node:
+    if total is None or _summand(total, gm) is not node:
         return []
     return [_module(x, gm).input_quantizer for x in inputs_of(total) if isinstance(_module(x, gm), QIdentity)]
 

@@ -47,19 +47,21 @@ def _read(node: fx.Node, gm: fx.GraphModule) -> WrittenNorm | None:
     is_quotient = name_of(node) in QUOTIENTS
     if not (is_quotient or name_of(node) in PRODUCTS) or not _has_two_nodes(node) or writes_input(node, gm):
         return None
-    centred, root = node.args
+    centred, root = _inputs(node)
     if name_of(root) not in (("sqrt", "pow") if is_quotient else ("rsqrt",)):
         return None
     if name_of(root) == "pow" and constant_number(argument(root, 1, "exponent"), gm) != 0.5:
         return None
-    inside = root.args[0]
+    inside: Any = root.args[0]
     eps = constant_number(inside.args[1], gm) if _is(inside, "add") and len(inside.args) == 2 else None
-    variance = inside.args[0] if eps is not None else None
-    if eps is None or not _is_mean(variance, gm) or not _is_square(variance.args[0], centred, gm):
+    if eps is None:
+        return None
+    variance = inside.args[0]
+    if not _is_mean(variance, gm) or not _is_square(variance.args[0], centred, gm):
         return None
     if not _is(centred, "sub") or not _has_two_nodes(centred):
         return None
-    source, mean = centred.args
+    source, mean = _inputs(centred)
     if not _is_mean(mean, gm) or mean.args[0] is not source:
         return None
     found = WrittenNorm(node, source, eps)
@@ -71,12 +73,17 @@ def _read_scale(found: WrittenNorm, gm: fx.GraphModule) -> None:
     """The product and the sum with constants that follow."""
     product = _only_reader(found.end)
     weight = _other(product, found.end, PRODUCTS, gm)
-    if weight is None or weight.numel() != weight.shape[-1:].numel() or weight.dim() == 0:
+    if product is None or weight is None or weight.numel() != weight.shape[-1:].numel() or weight.dim() == 0:
         return
     found.end, found.weight = product, weight.reshape(-1)
     total = _only_reader(product)
     bias = _other(total, product, ("add",), gm)
-    if bias is not None and bias.dim() and bias.numel() == bias.shape[-1] == found.weight.numel():
+    if (
+        total is not None
+        and bias is not None
+        and bias.dim()
+        and bias.numel() == bias.shape[-1] == found.weight.numel()
+    ):
         found.end, found.bias = total, bias.reshape(-1)
 
 
@@ -94,6 +101,10 @@ def _put(found: WrittenNorm, gm: fx.GraphModule) -> None:
         new = gm.graph.call_module(name, (found.source,))
     new.meta = dict(found.end.meta)
     found.end.replace_all_uses_with(new)
+
+
+def _inputs(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
 
 
 def _is(node: Any, name: str) -> bool:
