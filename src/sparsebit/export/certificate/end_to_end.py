@@ -284,7 +284,7 @@ def difference(a: Array, b: Array) -> Array:
     with np.errstate(invalid="ignore"):
         apart = np.abs(a.astype(np.float64) - b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.nan_to_num(np.where(same, 0.0, apart), nan=np.inf)  # an array, also of a single number
+    return np.nan_to_num(np.where(same, 0.0, apart), nan=np.inf, posinf=np.inf)  # an array, also of a number
 
 
 def check_output(expected: list[Array], got: list[Array]) -> float:
@@ -296,7 +296,7 @@ def check_output(expected: list[Array], got: list[Array]) -> float:
         if e.size and is_whole(e):
             worst = max(worst, float((difference(e, g) > 0).mean()))
         elif e.size:
-            worst = max(worst, float(difference(e, g).max()) / max(_largest(e), 1e-12))
+            worst = max(worst, float(difference(e, g).max()) / max(largest_of(e), 1e-12))
     return worst
 
 
@@ -304,11 +304,12 @@ def check_part(part: Part, expected: Array, got: Array, least: float) -> float:
     """The same of a part; `least` is a share of the largest value of the whole output, below which no size counts."""
     if not part.fits(expected, got):
         return 0.0  # the whole says so
-    size = max(_largest(part.of(expected)), least * _largest(expected), 1e-12)
+    size = max(largest_of(part.of(expected)), least * largest_of(expected), 1e-12)
     return float(difference(part.of(expected), part.of(got)).max(initial=0)) / size
 
 
-def _largest(x: Array) -> float:
+def largest_of(x: Array) -> float:
+    """The largest finite size."""
     return float(np.abs(np.nan_to_num(x, posinf=0, neginf=0)).max(initial=0))
 
 

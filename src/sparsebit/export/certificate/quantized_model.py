@@ -28,6 +28,7 @@ from sparsebit.export.certificate.end_to_end import (
     Rows,
     Shape,
 )
+from sparsebit.export.certificate.local_output import MORE_LABELS, LocalOutput
 from sparsebit.export.certificate.runtime import Array
 from sparsebit.export.onnx.marks import Mark
 from sparsebit.numeric import broadcast, dequantize, minmax_from_qparams, quantize_to_int
@@ -43,7 +44,6 @@ QUIET = (
     -40.0
 )  # dB of what changes with the input: what MatMulNBits adds, which rounds activations to 8 bits, is below it
 LOUD = -10.0  # dB: a limit above this lets much pass
-MORE_LABELS = 0.01  # of all labels, beside those that the noise floor and quantization explain
 
 
 @dataclass
@@ -55,6 +55,7 @@ class QuantizerCheck:
     wrong: int = 0  # other codes than the grid gives for the runtime's own input: must be 0
     at_boundary: int = 0  # other codes than torch's own input gives: float rounding, must be rare
     op_error: float = 0.0  # largest difference before rounding, as a share of the largest value
+    shapes: str = ""  # of its input, where it is not the model's
 
     @property
     def share_at_boundary(self) -> float:
@@ -69,7 +70,7 @@ class QuantizerCheck:
         result = torch.from_numpy(after.copy()).to(mine) / site.factor
         if theirs.shape != mine.shape or result.shape != mine.shape:
             self.wrong += max(mine.numel(), 1)
-            self.op_error = float("inf")
+            self.shapes = f"{tuple(theirs.shape)}; the model's is {tuple(mine.shape)}"
             return result if result.shape == mine.shape else mine
         theirs = theirs + site.shift
         if site.clip != (None, None):
@@ -112,9 +113,10 @@ class Certificate(Comparison):
 
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
     wrong_biases: Counter[str] = field(default_factory=Counter)  # by weight quantizer: values off the model's
-    output_errors: dict[str, float] = field(default_factory=dict)  # in (a), as a share of the largest value
+    local_outputs: dict[str, LocalOutput] = field(default_factory=dict)  # of (a)
+    local_parts: dict[str, LocalOutput] = field(default_factory=dict)  # parts that the rest would drown
     output_count: str = ""  # where it is not the model's
-    output_types: dict[str, str] = field(default_factory=dict)  # of those that have another type
+    output_types: dict[str, str] = field(default_factory=dict)  # of those with another type or shape
     order: list[str] = field(default_factory=list)
     quantization: EndToEnd = field(default_factory=EndToEnd)  # the quantized model against the float one
     rounds_inputs: bool = False  # kernels that round float values to 8 bits, as a share of the whole value
@@ -130,7 +132,7 @@ class Certificate(Comparison):
 
     @property
     def output_error(self) -> float:
-        return max(self.output_errors.values(), default=0.0)
+        return max((output.error for output in self.local_outputs.values()), default=0.0)
 
     @property
     def at_boundary(self) -> int:
@@ -191,7 +193,9 @@ class Certificate(Comparison):
         most = self._most_at_boundary()
         for name in self.order:
             check = self.quantizers[name]
-            if check.wrong:
+            if check.shapes:
+                found.append(f"{name}: its input has the shape {check.shapes}")
+            elif check.wrong:
                 found.append(f"{name}: {check.wrong} of {check.codes} codes differ from the model's grid")
             if check.op_error > self.rounding:
                 found.append(f"{name}: its input is off by {check.op_error:.2g} of the largest value")
@@ -205,15 +209,9 @@ class Certificate(Comparison):
                 found.append(f"{bias}: {self.wrong_biases[name]} values differ from the model's bias")
         if self.output_count:
             found.append(f"the number of outputs is {self.output_count}")
-        for name, error in self.output_errors.items():
-            if self._holds_labels(name):
-                if error > MORE_LABELS:
-                    found.append(
-                        f"the output {name}: {error:.2%} of its values differ; {MORE_LABELS:.0%} may"
-                    )
-            elif error > self.rounding:
-                found.append(f"the output {name} is off by {error:.2g} of the largest value")
         found += [f"the output {name} is {kind}" for name, kind in self.output_types.items()]
+        outputs = [*self.local_outputs.items(), *self.local_parts.items()]
+        found += [f"the output {name}{output}" for name, output in outputs if output.is_wrong]
         return found
 
     def _holds_labels(self, name: str) -> bool:
