@@ -185,11 +185,52 @@ BAD = {
         "--candidate-bits: expected 2,3,4, got 'two'"
     ],
     "llm quantize {model} --data text.txt -o full": ["--output full: is not empty", "--resume"],
+    "llm quantize {model} --data rows.jsonl -o out": ["rows.jsonl: is no plain text", "one .txt file"],
+    "llm quantize {model} --data texts -o out": ["texts: is a folder without .npz files"],
+    "llm quantize adapter --data text.txt -o out": ["adapter: is no folder", "adapter of PEFT; merge it"],
+    "llm quantize comma --data text.txt -o out": ["comma/config.json: cannot be read", "again"],
+    "llm quantize half --data text.txt -o out": ["model-2.safetensors: is missing", "names it; download it"],
+    "llm quantize newer --data text.txt -o out": ["knows no model type 'gpt9'; a newer version may"],
+    "llm quantize coded --data text.txt -o out": [
+        "'mine'; the code in the folder is not run",
+        "load the model",
+    ],
+    "llm quantize vision -o out --method rtn": ["names no class under architectures", "'vit' is no language"],
+    "llm quantize {model} --data text.txt --candidate-bits 2,4 --average-bits 9 -o out": [
+        "average_bits: must lie between the widths to choose from (2, 4), got 9.0"
+    ],
+    "llm quantize {model} --data text.txt --damping -1 -o out": ["damping: must be above 0, got -1.0"],
+    "llm quantize {model} --data text.txt --refine -1 -o out": ["refine: must be 0 or more, got -1"],
+    "llm quantize {model} --data text.txt --method wanda --pattern 4:2 -o out": [
+        "pattern: must be (n, m) with 0"
+    ],
     "llm eval {model}": ["--data: perplexity of which text?"],
     "llm eval full --data text.txt": ["full: is no folder with a config.json"],
     "llm chat {model} --json": ["--json: needs a --prompt"],
     "llm chat bare --prompt hello": ["bare: holds no tokenizer, which a text needs"],
 }
+
+
+def _more_folders(model: Path) -> None:
+    """Rows of a table, a folder of texts, and models that are incomplete or unknown."""
+    Path("rows.jsonl").write_text('{"text": "the cat sees a dog"}\n' * 100)
+    for name in ("texts", "adapter"):
+        Path(name).mkdir()
+    Path("texts/a.txt").write_text("the cat sees a dog")
+    Path("adapter/adapter_config.json").write_text("{}")
+    changes = {
+        "newer": {"model_type": "gpt9"},
+        "coded": {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}},
+        "vision": {"model_type": "vit", "architectures": None},
+    }
+    for name in ("comma", "half", *changes):
+        shutil.copytree(model, name)
+        config = json.loads((model / "config.json").read_text()) | changes.get(name, {})
+        Path(name, "config.json").write_text(json.dumps(config))
+    Path("comma/config.json").write_text('{"model_type": "llama",}')
+    Path("half/model.safetensors").rename("half/model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    Path("half/model.safetensors.index.json").write_text(json.dumps(index))
 
 
 @needs_transformers
@@ -211,6 +252,7 @@ def test_bad_inputs(llama, tmp_path, monkeypatch, sparsebit, command):
     whole = Path("broken/model.safetensors")
     whole.write_bytes(whole.read_bytes()[:-8])
     Path("bare/config.json").write_text((llama / "model/config.json").read_text())
+    _more_folders(llama / "model")
     done = sparsebit(command.format(model=llama / "model"))
     lines = done.err.strip().splitlines()
     assert done.code == 2 and len(lines) == 1, done.err

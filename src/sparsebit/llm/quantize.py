@@ -157,6 +157,11 @@ def _check_widths(bits: int | None, candidates: tuple[int, ...] | None, average:
         raise ConfigError(
             "candidate_bits and average_bits go together: the widths to choose from, and their mean"
         )
+    if candidates and average is not None and not min(candidates) <= average <= max(candidates):
+        choices = ", ".join(map(str, candidates))
+        raise ConfigError(
+            f"average_bits: must lie between the widths to choose from ({choices}), got {average}"
+        )
 
 
 def _refuse_widths(

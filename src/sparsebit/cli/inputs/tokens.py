@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 import zipfile
 from pathlib import Path
@@ -14,6 +13,14 @@ from sparsebit.cli.inputs.objects import call
 from sparsebit.cli.terminal.output import InputError, one_line
 
 FORMS = "a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)"
+TABLES = {
+    ".arrow",
+    ".csv",
+    ".json",
+    ".jsonl",
+    ".parquet",
+    ".tsv",
+}  # their text holds more than what is to be read
 USUAL_LENGTH = 512
 
 
@@ -22,6 +29,8 @@ def model_folder(spec: str) -> Path:
     folder = Path(spec.removeprefix("hf:"))
     if not (folder / "config.json").is_file():
         way = "download the model first"
+        if (folder / "adapter_config.json").is_file():
+            way = "it holds an adapter of PEFT; merge it into its model, and save that with save_pretrained()"
         if folder.is_file():
             way = "give the folder of transformers, with config.json and safetensors, that the file was made from"
         raise InputError(f"{spec}: is no folder with a config.json; {way}")
@@ -30,27 +39,24 @@ def model_folder(spec: str) -> Path:
             "language models need the package transformers: pip install 'sparsebit[llm]'; or use "
             "sparsebit.llm.quantize from Python, which takes any nn.Module"
         )
-    from sparsebit.llm.models.skeleton import check_transformers
+    from sparsebit.llm.models.skeleton import check_model_type, check_transformers, read_config
 
     check_transformers()
+    check_model_type(folder, read_config(folder))
     return folder
 
 
 def load_model(folder: Path) -> Any:
     """A quantized checkpoint or a float one, in eval mode."""
     from sparsebit import llm
+    from sparsebit.llm.models.skeleton import class_of, read_config
 
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise InputError(f"{folder / 'config.json'}: is no JSON: {error}") from None
+    config = read_config(folder)
     if config.get("quantization_config"):
         return llm.load(folder)
     transformers = optional("transformers", str(folder))
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    from sparsebit.llm.models.skeleton import class_of
-
     settings = call(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
     build = class_of(config.get("architectures") or [], settings, folder).from_pretrained
     return call(str(folder), lambda: build(folder, local_files_only=True, use_safetensors=True)).eval()
@@ -69,8 +75,12 @@ def load_tokenizer(folder: Path) -> Any:
 def read_tokens(spec: str, folder: Path) -> Any:
     """(n,) of a text, by the tokenizer of the model's own folder; .npy as it is, (n,) or (count, n)."""
     path = Path(spec)
+    if path.is_dir():
+        raise InputError(f"{spec}: is a folder without .npz files; --data takes {FORMS}")
     if not path.is_file():
         raise InputError(f"{spec}: no such file; --data takes {FORMS}")
+    if path.suffix in TABLES:
+        raise InputError(f"{spec}: is no plain text; write the texts of its rows into one .txt file")
     if path.suffix == ".npy":
         return _of_array(path)
     import torch

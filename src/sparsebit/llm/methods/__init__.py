@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,16 @@ from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight
 Solver = Callable[..., Solved]
+Limit = tuple[Callable[[Any], bool], str]  # which values an option may have, and how that is said
+ABOVE_ZERO: Limit = (lambda value: value > 0, "must be above 0")
+NOT_NEGATIVE: Limit = (lambda value: value >= 0, "must be 0 or more")
+AT_LEAST_ONE: Limit = (lambda value: value >= 1, "must be 1 or more")
+SHARE: Limit = (lambda value: 0 <= value < 1, "the share of weights that goes, must be in [0, 1)")
+N_OF_M: Limit = (
+    lambda value: value is None or (len(value) == 2 and 0 < value[0] < value[1]),
+    "must be (n, m) with 0 < n < m, such as (2, 4)",
+)
+CLIP: Limit = (lambda value: value in ("minmax", "mse"), "must be 'minmax' or 'mse'")
 NOT_OPTIONS = ("scale_dtype", "g_idx")  # keyword arguments that `llm.quantize` sets, not the user
 
 
@@ -38,6 +48,7 @@ class Method:
     prunes      it makes zeros instead of codes: it takes no bits, no groups and no other format than "dense".
     scales      (weights, statistics, specs, tie, *, scale_dtype, ...) -> scales that are folded into the block
                 before its layers are solved.
+    limits      option -> Limit. A value outside is refused before any work; the solver would refuse it in the first block.
     bits, group_size, format   used where the caller of `llm.quantize` gives none.
     """
 
@@ -47,6 +58,7 @@ class Method:
     twin: bool = True
     prunes: bool = False
     scales: Callable[..., Tensor] | None = None
+    limits: Mapping[str, Limit] = field(default_factory=dict)
     bits: int = 4
     group_size: int | None = None
     format: str = "compressed-tensors"
@@ -83,8 +95,16 @@ class Method:
             found.update(defaults_of(self.scales))
         return found
 
-    def check(self, name: str, options: Iterable[str]) -> None:
-        """Refuse unknown options before any work, and name the known ones."""
+    def check(self, name: str, options: Mapping[str, Any]) -> None:
+        """Refuse unknown options and impossible values before any work, and say what is possible."""
+        self._check_names(name, options)
+        for option, value in options.items():
+            if option in self.limits:
+                is_possible, words = self.limits[option]
+                if not is_possible(value):
+                    raise ConfigError(f"{option}: {words}, got {value!r}")
+
+    def _check_names(self, name: str, options: Iterable[str]) -> None:
         if _takes_everything(self.solve):
             return
         known = self.options()

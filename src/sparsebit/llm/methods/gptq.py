@@ -1,6 +1,7 @@
 """gptq: columns are rounded one after the other, and the columns that follow make up for the error."""
 
-from sparsebit.llm.methods import METHODS, Method
+from sparsebit.llm.methods import ABOVE_ZERO, CLIP, METHODS, NOT_NEGATIVE, Method
 from sparsebit.numeric.solvers.gptq import gptq
 
-METHODS.register("gptq")(Method(gptq, needs_data=True))
+LIMITS = {"damping": ABOVE_ZERO, "refine": NOT_NEGATIVE, "clip": CLIP}
+METHODS.register("gptq")(Method(gptq, needs_data=True, limits=LIMITS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsebit.llm.methods import METHODS, Method
+from sparsebit.llm.methods import CLIP, METHODS, Method
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 from sparsebit.numeric.solvers.gptq import Statistics
 from sparsebit.numeric.solvers.rtn import rtn
@@ -24,4 +24,4 @@ def round_to_nearest(
     return rtn(weight, None, spec, clip=clip, scale_dtype=scale_dtype)
 
 
-METHODS.register("rtn")(Method(round_to_nearest, uses_data=False))
+METHODS.register("rtn")(Method(round_to_nearest, uses_data=False, limits={"clip": CLIP}))

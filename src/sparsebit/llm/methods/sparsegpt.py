@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsebit.llm.methods import METHODS, Method
+from sparsebit.llm.methods import ABOVE_ZERO, METHODS, N_OF_M, SHARE, Method
 from sparsebit.numeric.solvers.gptq import Statistics, damped, target_of
 from sparsebit.numeric.solvers.rtn import at_least_float
 from sparsebit.numeric.solvers.sparsegpt import sparsegpt
@@ -32,4 +32,5 @@ def prune_and_mend(
     return PrunedWeight(torch.where(mask, mended, 0.0).to(weight.dtype))
 
 
-METHODS.register("sparsegpt")(Method(prune_and_mend, needs_data=True, prunes=True))
+LIMITS = {"ratio": SHARE, "pattern": N_OF_M, "damping": ABOVE_ZERO}
+METHODS.register("sparsegpt")(Method(prune_and_mend, needs_data=True, prunes=True, limits=LIMITS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsebit.llm.methods import METHODS, Method
+from sparsebit.llm.methods import METHODS, N_OF_M, SHARE, Method
 from sparsebit.numeric.solvers.gptq import Statistics
 from sparsebit.numeric.solvers.wanda import PrunedWeight, wanda
 from sparsebit.numeric.spec import QuantSpec
@@ -23,4 +23,5 @@ def prune_by_inputs(
     return wanda(weight, hessian, ratio, pattern)
 
 
-METHODS.register("wanda")(Method(prune_by_inputs, needs_data=True, twin=False, prunes=True))
+LIMITS = {"ratio": SHARE, "pattern": N_OF_M}
+METHODS.register("wanda")(Method(prune_by_inputs, needs_data=True, twin=False, prunes=True, limits=LIMITS))

@@ -23,15 +23,10 @@ def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
             "model: this checkpoint is not of a transformers model; pass one with load(folder, model)"
         )
     check_transformers()
+    check_model_type(folder, written)
     from transformers import AutoConfig
 
-    try:
-        settings = AutoConfig.from_pretrained(folder)
-    except ValueError as error:
-        kind = written["model_type"]
-        raise ConfigError(
-            f"{folder}: this version of transformers knows no model type {kind!r}: {first_line(error)}"
-        ) from error
+    settings = AutoConfig.from_pretrained(folder)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     if dtype is not None:
@@ -64,15 +59,36 @@ def check_transformers() -> None:
         ) from error
 
 
+def check_model_type(folder: Path, written: dict[str, Any]) -> None:
+    """transformers has the code of the model: code that lies in the folder is not run."""
+    import transformers
+
+    kind = written.get("model_type")
+    if not kind or kind in transformers.CONFIG_MAPPING:
+        return
+    way = "a newer version may"
+    if "auto_map" in written:
+        way = "the code in the folder is not run; load the model yourself, and pass it to sparsebit.llm.quantize"
+    raise ConfigError(
+        f"{folder}: transformers {transformers.__version__} knows no model type {kind!r}; {way}"
+    )
+
+
 def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     """The class that `architectures` names; where nothing is named, the language model of this config."""
     import transformers
 
     if not names:
-        return transformers.AutoModelForCausalLM._model_mapping[type(settings)]
+        usual = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
+        if usual is None:
+            raise ConfigError(
+                f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is no language "
+                "model; write the class of the model there"
+            )
+        return usual
     found = getattr(transformers, names[0], None)
     if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
-        usual: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
+        usual = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
         found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
     if found is None:
         raise ConfigError(

@@ -179,6 +179,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict):
             raise ConfigError(f"{index}: has no weight_map; copy or download it again")
+        for name in sorted(set(where.values())):
+            if not (folder / name).is_file():
+                raise ConfigError(
+                    f"{folder / name}: is missing, but {index.name} names it; download it again"
+                )
         return {key: folder / name for key, name in where.items()}
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
