@@ -53,6 +53,8 @@ MODELS = {
     "weights.pth": ["holds weights, not a model", "--weights weights.pth"],
     "model.onnx": ["an ONNX file cannot be quantized"],
     "timm:": ["timm:: which model?", "timm:name"],
+    "old": ["old: is the folder of a run; name the model"],
+    "lazy.py:build": ["lazy.py:build: 0.weight has no shape yet; run the model once"],
     "hf:no/folder": ["is no folder with a config.json"],
     "no.pt2": ["no.pt2: no such file"],
     "broken.pt2": ["broken.pt2: is no exported program that can be read safely"],
@@ -64,6 +66,11 @@ def test_models(sparsebit, work, model):
     (work / "syntax.py").write_text("import torch\ndef build(:\n")
     (work / "imports.py").write_text("import nowhere\n")
     (work / "quits.py").write_text("raise SystemExit('bye')\n")
+    (work / "lazy.py").write_text(
+        "from torch import nn\ndef build(): return nn.Sequential(nn.LazyConv2d(4, 3))\n"
+    )
+    (work / "old").mkdir()
+    (work / "old/run.json").write_text("{}")
     (work / "broken.pt2").write_bytes(b"PK\x03\x04 not a zip")
     refused(sparsebit, work, f"check {model} --input-shape 2,3,8,8", *MODELS[model])
 
@@ -136,6 +143,9 @@ def _weights(work: Path, kind: str) -> str:
         torch.save([torch.randn(3)], path)
     elif kind == "numbers":
         torch.save({"epoch": 3}, path)
+    elif kind == "folder":
+        (work / "weights").mkdir()
+        return "weights"
     elif kind in ("empty", "safe empty"):
         path.write_bytes(b"")
     return path.name
@@ -159,6 +169,7 @@ WEIGHTS = {
     "plain pickle": ["w.pth:", "refused"],
     "list": ["holds a list", "state_dict"],
     "numbers": ["epoch is a int", "state_dict"],
+    "folder": ["weights: is a folder; name the file"],
     "empty": ["w.pth: is broken"],
     "safe empty": ["w.safetensors: is broken"],
 }
@@ -179,6 +190,8 @@ DATA = {
     "objects.npy": ["objects are pickled in it"],
     "words.npy": ["not numbers"],
     "none.npy": ["none.npy: has no samples"],
+    "number.npy": ["number.npy: holds a single number"],
+    "pixels.npy": ["whole numbers: give floats as in training", "colours on axis 1"],
     "nan.npy": ["nan.npy: batch 1 has values that are NaN or infinite"],
     "small.npy": ["net.py:build does not run on inputs of shape (8, 8, 8)"],
     "lengths.npz": ["arrays of different lengths: 3, 4"],
@@ -202,6 +215,8 @@ def bad_data(work) -> Path:
     np.save(work / "objects.npy", np.array([Bomb()], dtype=object), allow_pickle=True)
     np.save(work / "words.npy", np.array(["a", "b"]))
     np.save(work / "none.npy", x[:0])
+    np.save(work / "number.npy", np.float32(3))
+    np.save(work / "pixels.npy", np.zeros((4, 8, 8, 3), np.uint8))
     np.save(work / "small.npy", x[:, 0])
     x[9, 0, 0, 0] = np.nan
     np.save(work / "nan.npy", x)
@@ -229,6 +244,7 @@ INPUTS = {
     "--input-shape 2,4,8,8": ["--input-shape 2,4,8,8: net.py:build does not run", "(2, 4, 8, 8)"],
     "--data x.npy --input-shape 1,3,16,16": ["x.npy: its samples have the shape 3x8x8", "says 3x16x16"],
     "--data images": ["images of which size?", "--input-shape"],
+    "--data images --input-shape 1,4,8,8": ["images: an image has 1 or 3 channels, --input-shape says 4"],
 }
 
 

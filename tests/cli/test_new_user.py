@@ -185,6 +185,12 @@ def test_torchscript_is_refused_in_python_and_as_a_file(sparsebit, more):
     refused(sparsebit, more, command, "is compiled TorchScript")
 
 
+@pytest.mark.parametrize("door", [library.QuantModel, library.SparseModel], ids=["QuantModel", "SparseModel"])
+def test_layers_without_a_shape_are_named(door):
+    with pytest.raises(library.errors.SparsebitError, match=r"0\.weight has no shape yet; run the model once"):
+        door(torch.nn.Sequential(torch.nn.LazyLinear(3)))
+
+
 @pytest.mark.parametrize("name", ["half", "bfloat"])
 def test_models_in_half_precision_did_not_export(sparsebit, more, name):
     pytest.importorskip("onnxruntime")

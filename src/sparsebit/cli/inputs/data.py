@@ -90,7 +90,9 @@ def _arrays(
         raise InputError(f"{path}: cannot be read: {why}; save arrays of numbers") from None
     except (OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise InputError(f"{path}: is broken: {one_line(error)}") from None
-    lengths = {len(a) if a.ndim else 0 for a in arrays.values()}
+    if not all(a.ndim for a in arrays.values()):
+        raise InputError(f"{path}: holds a single number; the first axis is that of the samples")
+    lengths = {len(a) for a in arrays.values()}
     if len(lengths) > 1:
         raise InputError(f"{path}: arrays of different lengths: {', '.join(map(str, sorted(lengths)))}")
     if shape is not None and len(arrays) == 1:
@@ -150,7 +152,11 @@ def _images(folder: Path, shape: tuple[int, ...] | None, batch_size: int, sample
     import torch
 
     optional("PIL", f"{folder}: a folder of images")
-    if shape is None or len(shape) != 4 or shape[1] not in (1, 3):
+    if shape is not None and len(shape) == 4 and shape[1] not in (1, 3):
+        raise InputError(
+            f"{folder}: an image has 1 or 3 channels, --input-shape says {shape[1]}; give such inputs as .npy"
+        )
+    if shape is None or len(shape) != 4:
         raise InputError(f"{folder}: images of which size? add --input-shape 1,3,224,224")
     files = sorted(f for f in folder.rglob("*") if f.suffix.lower() in IMAGES)
     step = max(len(files) / samples, 1)

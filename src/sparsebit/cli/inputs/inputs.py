@@ -82,5 +82,18 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
         given = f"--data {inputs.data}" if inputs.data else f"--input-shape {inputs.input_shape}"
         raise InputError(
             f"{given}: {inputs.model} does not run on inputs of shape {', '.join(map(str, shapes))}: "
-            f"{one_line(error)}"
+            f"{one_line(error)}{_hint(args)}"
         ) from error
+
+
+def _hint(args: tuple[Any, ...]) -> str:
+    """Pictures as they are stored: whole numbers, and colours behind height and width."""
+    import torch
+
+    first = args[0] if args else None
+    if not isinstance(first, torch.Tensor) or first.dim() != 4 or first.is_floating_point():
+        return ""
+    order = (
+        " with the colours on axis 1" if first.shape[-1] in (1, 3) and first.shape[1] not in (1, 3) else ""
+    )
+    return f"; it holds whole numbers: give floats as in training, mostly (x / 255 - mean) / std{order}"

@@ -37,6 +37,8 @@ def load_model(spec: str, weights: str | None = None) -> Any:
             f"{spec}: holds weights, not a model; write the model as {FORMS}, and --weights {spec}"
         )
     elif ":" not in spec and not spec.endswith(".py"):
+        if (Path(spec) / "run.json").is_file():
+            raise InputError(f"{spec}: is the folder of a run; name the model that it was made from")
         raise InputError(f"{spec}: is no model; write {FORMS}")
     else:
         model = _of_factory(spec)
@@ -173,6 +175,10 @@ def _refuse_non_finite(model: Any, source: str) -> None:
     import torch
 
     for name, p in model.named_parameters():
+        if torch.nn.parameter.is_lazy(p):
+            raise InputError(
+                f"{source}: {name} has no shape yet; run the model once on a batch before you give it"
+            )
         if p.is_floating_point() and not p.is_meta and not bool(torch.isfinite(p).all()):
             bad = int((~torch.isfinite(p)).sum())
             raise InputError(

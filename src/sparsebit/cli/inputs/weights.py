@@ -43,7 +43,8 @@ def read_weights(path: Path) -> dict[str, Any]:
     from torch import Tensor
 
     if not path.is_file():
-        raise InputError(f"{path}: no such file")
+        what = "is a folder; name the file of weights" if path.is_dir() else "no such file"
+        raise InputError(f"{path}: {what}")
     found = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
