@@ -187,7 +187,9 @@ def test_torchscript_is_refused_in_python_and_as_a_file(sparsebit, more):
 
 @pytest.mark.parametrize("door", [library.QuantModel, library.SparseModel], ids=["QuantModel", "SparseModel"])
 def test_layers_without_a_shape_are_named(door):
-    with pytest.raises(library.errors.SparsebitError, match=r"0\.weight has no shape yet; run the model once"):
+    with pytest.raises(
+        library.errors.SparsebitError, match=r"0\.weight has no shape yet; run the model once"
+    ):
         door(torch.nn.Sequential(torch.nn.LazyLinear(3)))
 
 

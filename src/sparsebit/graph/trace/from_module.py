@@ -198,7 +198,9 @@ def unwrapped(model: Any) -> Any:
         raise TraceError(f"model: {SCRIPTED}")
     lazy = [name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]
     if lazy:
-        raise TraceError(f"model: {lazy[0]} has no shape yet; run the model once on a batch before you give it")
+        raise TraceError(
+            f"model: {lazy[0]} has no shape yet; run the model once on a batch before you give it"
+        )
     return model
 
 

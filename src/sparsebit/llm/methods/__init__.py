@@ -48,7 +48,7 @@ class Method:
     prunes      it makes zeros instead of codes: it takes no bits, no groups and no other format than "dense".
     scales      (weights, statistics, specs, tie, *, scale_dtype, ...) -> scales that are folded into the block
                 before its layers are solved.
-    limits      option -> Limit. A value outside is refused before any work; the solver would refuse it in the first block.
+    limits      option -> Limit. Other values are refused before any work; the solver would refuse them later.
     bits, group_size, format   used where the caller of `llm.quantize` gives none.
     """
 

@@ -78,8 +78,8 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     """The class that `architectures` names; where nothing is named, the language model of this config."""
     import transformers
 
+    usual: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
     if not names:
-        usual = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
         if usual is None:
             raise ConfigError(
                 f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is no language "
@@ -88,7 +88,6 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
         return usual
     found = getattr(transformers, names[0], None)
     if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
-        usual = transformers.AutoModelForCausalLM._model_mapping.get(type(settings), None)
         found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
     if found is None:
         raise ConfigError(
