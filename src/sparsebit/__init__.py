@@ -54,6 +54,8 @@ def _check_torch() -> None:
 _check_torch()
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from sparsebit import llm
@@ -71,6 +73,7 @@ def quantize(
     *,
     trace: str = "auto",
     asym: bool = False,
+    checkpoint: str | Path | None = None,
     progress: bool | None = None,
 ) -> QuantModel:
     """A calibrated, quantizing copy of `model`.
@@ -80,17 +83,20 @@ def quantize(
               without BACKEND changes that preset.
     trace     "fx", "export" or "auto": how the graph is found, see QuantModel.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
+    checkpoint  a folder: learned rounding that was interrupted goes on there, behind the last finished block.
     progress  show a progress bar; None: only on a terminal.
     """
     from sparsebit.graph.run.batches import first_of
     from sparsebit.quantization import QuantModel
     from sparsebit.quantization.trace.auto_trace import has_other_sizes
+    from sparsebit.utils.progress import bar
 
     if trace == "auto" and has_other_sizes(batches):
         trace = "fx"
     example, batches = first_of(batches)
-    qmodel = QuantModel(model, config, example=example, trace=trace)
-    qmodel.calibrate(batches, asym=asym, progress=progress)
+    with bar("tracing", None, progress):
+        qmodel = QuantModel(model, config, example=example, trace=trace)
+    qmodel.calibrate(batches, asym=asym, checkpoint=checkpoint, progress=progress)
     qmodel.set_quant(w_quant=True, a_quant=True)
     return qmodel
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsebit.errors import CalibrationError, ConfigError
-from sparsebit.graph.run.progress import tracked
 from sparsebit.llm.checkpoints.card import write_card
 from sparsebit.llm.checkpoints.conserve import check_conserved
 from sparsebit.llm.checkpoints.store import Store
@@ -36,6 +35,7 @@ from sparsebit.llm.walk.relay import Ends, Relay
 from sparsebit.llm.walk.sensitivity import sensitivities
 from sparsebit.llm.walk.spill import spilling
 from sparsebit.numeric.quantized_weight import WIDTHS
+from sparsebit.utils.progress import tracked
 
 log = logging.getLogger("sparsebit")
 ZERO_POINTS = 2  # up to this number of bits, symmetric grids without signed scales lose everything

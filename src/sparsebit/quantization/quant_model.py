@@ -207,14 +207,21 @@ class QuantModel(nn.Module):
         self.calibration_runner.prepare_calibration()
 
     def calc_qparams(
-        self, asym: bool = False, w_quant: bool = False, a_quant: bool = False, *, offload: str = "device"
+        self,
+        asym: bool = False,
+        w_quant: bool = False,
+        a_quant: bool = False,
+        *,
+        offload: str = "device",
+        checkpoint: str | Path | None = None,
+        progress: bool | None = None,
     ) -> None:
         """Scales and zero points from what was observed.
 
         `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
         what of them is quantized (both, if neither is named). All batches walk the graph together then;
         `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
-        reconstructed next.
+        reconstructed next; `checkpoint` and `progress` are those of reconstruct().
         """
         from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
 
@@ -229,7 +236,15 @@ class QuantModel(nn.Module):
             choose_float_forms(self.model, self.calibration_runner.samples.calls)
         if needs_reconstruction(self.model):
             w, a = w_quant or not a_quant, a_quant or not w_quant
-            reconstruct(self.model, self.calibration_runner.inputs(), w_quant=w, a_quant=a, offload=offload)
+            reconstruct(
+                self.model,
+                self.calibration_runner.inputs(),
+                w_quant=w,
+                a_quant=a,
+                offload=offload,
+                checkpoint=checkpoint,
+                progress=progress,
+            )
         self._stop_calibration()
 
     def _stop_calibration(self) -> None:
@@ -238,15 +253,23 @@ class QuantModel(nn.Module):
         self.calibration_runner = None
 
     def calibrate(
-        self, batches: Iterable[Any], *, asym: bool = False, progress: bool | None = None
+        self,
+        batches: Iterable[Any],
+        *,
+        asym: bool = False,
+        checkpoint: str | Path | None = None,
+        progress: bool | None = None,
     ) -> QuantModel:
-        """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y))."""
+        """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y)).
+
+        checkpoint  a folder: learned rounding that was interrupted goes on behind the last block that was finished.
+        """
         from sparsebit.graph.run.batches import feed
 
         self.prepare_calibration(asym=asym)
         try:
             feed(self, batches, progress)
-            self.calc_qparams(asym=asym)
+            self.calc_qparams(asym=asym, checkpoint=checkpoint, progress=progress)
         finally:
             self._stop_calibration()
         return self

@@ -25,8 +25,8 @@ def evaluate(
     if data is None:
         raise InputError("--data: perplexity of which text? give a .txt file, or an .npy file of tokens")
     start()
-    from sparsebit.graph.run.progress import tracked
     from sparsebit.llm import perplexity
+    from sparsebit.utils.progress import tracked
 
     with status("loading the model and the text"):
         tokens, model = read_tokens(data, source), load_model(source)

@@ -142,7 +142,7 @@ def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -
 
     asked = {**asked, "round_to": asked["round_to"] or None}  # 0 is what prune() does if nothing is said
     with status("choosing and removing channels", batches if with_data else None) as shown:
-        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, progress=False, **asked)
+        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, **asked)
 
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:

@@ -23,27 +23,15 @@ log = logging.getLogger("sparsebit")
 
 # -- quantized models ------------------------------------------------------------------------------------
 def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) -> Any:
-    """Calibrate, learn the rounding where the config asks for it, and save. Learning can be interrupted."""
-    from sparsebit.quantization import QuantModel
+    """Quantize as `sparsebit.quantize` does, and save. An interrupted learning of the rounding goes on next time."""
+    import sparsebit
 
-    with status("tracing"):
-        qmodel = QuantModel(model, config, example=batches[0], trace=trace)
-    hint_at_export(qmodel, trace)
+    checkpoint = run.folder / "reconstruction"
     with of_data(run.inputs.data):
-        _calibrate(run, qmodel, batches)
-    qmodel.set_quant(w_quant=True, a_quant=True)
+        qmodel = sparsebit.quantize(model, batches, config, trace=trace, checkpoint=checkpoint)
+    hint_at_export(qmodel, trace)
     qmodel.save(run.folder)
     return qmodel
-
-
-def _calibrate(run: Run, qmodel: Any, batches: list[Any]) -> None:
-    from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction
-
-    if needs_reconstruction(qmodel.model):
-        qmodel.reconstruct(batches, checkpoint=run.folder / "reconstruction")  # with a bar of its own
-    else:
-        with status("calibrating", batches) as shown:
-            qmodel.calibrate(shown)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
 from sparsebit.graph.run.calls import CPU, Call, device_of
 from sparsebit.graph.run.compare import leaves
 from sparsebit.graph.run.modes import evaluating
-from sparsebit.graph.run.progress import tracked
 from sparsebit.graph.run.signature import signature_of
+from sparsebit.utils.progress import tracked
 
 EMPTY = "no calibration data: `batches` is empty; a few dozen samples are enough"
 

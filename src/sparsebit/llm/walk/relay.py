@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError, SparsebitError
-from sparsebit.graph.run.progress import tracked
 from sparsebit.llm.models.blocks import Tower
 from sparsebit.llm.models.skeleton import first_line
 from sparsebit.llm.models.sources import InMemory
@@ -32,6 +31,7 @@ from sparsebit.llm.walk.capture import (
     wrapper,
 )
 from sparsebit.llm.walk.data import Data
+from sparsebit.utils.progress import tracked
 
 
 class Relay:

@@ -135,7 +135,7 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
 
     Runs the model once per layer and batch.
     """
-    from sparsebit.graph.run.progress import tracked
+    from sparsebit.utils.progress import tracked
 
     gm: fx.GraphModule = qmodel.model
     calls = as_calls(gm, [batches] if isinstance(batches, (Tensor, Mapping)) else batches)

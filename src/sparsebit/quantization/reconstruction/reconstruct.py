@@ -22,7 +22,6 @@ from sparsebit.errors import CalibrationError, ConfigError
 from sparsebit.graph.ops import module_of
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.lanes import Lane
-from sparsebit.graph.run.progress import wants_bar
 from sparsebit.graph.run.signature import signature_of
 from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.calibration.distributed import of_first_rank
@@ -31,6 +30,7 @@ from sparsebit.quantization.observers.ranks import world_size
 from sparsebit.quantization.quantizers.adaround import AdaRoundQuantizer
 from sparsebit.quantization.reconstruction.unit_learning import Samples, State, UnitLearning, weight_quantizer
 from sparsebit.quantization.reconstruction.units import Unit, find_units
+from sparsebit.utils.progress import bar
 
 log = logging.getLogger("sparsebit")
 
@@ -88,7 +88,7 @@ def reconstruct(
     finished = Finished(Path(checkpoint)) if checkpoint is not None else None
     errors: Errors = {}
     try:
-        with _bar(progress, len(units)) as show:
+        with bar("reconstructing", len(units), progress) as show:
             for unit in units:
                 walk.to(unit)
                 with quantized(gm, unit.nodes, True, a_quant):
@@ -243,17 +243,3 @@ def _fingerprint(unit: Unit, walk: _Walk) -> str:
             total = walk.store.get(value).double()
             digest.update(repr([total.sum().item(), total.square().sum().item()]).encode())
     return digest.hexdigest()
-
-
-@contextmanager
-def _bar(progress: bool | None, total: int) -> Iterator[Callable[[float, str], None]]:
-    """A progress bar with the loss on terminals; `progress` True or False decides otherwise."""
-    if not wants_bar(progress):
-        yield lambda done, text: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reconstructing", total=total)
-        yield lambda done, text: bar.update(task, completed=done, description=text)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.run.progress import tracked
 from sparsebit.numeric.masks import count_of
 from sparsebit.sparse.choose.costs import ESTIMATES, EXACT
 from sparsebit.sparse.cut.surgery import Cut
 from sparsebit.sparse.labels.walk import Walk
+from sparsebit.utils.progress import tracked
 
 log = logging.getLogger("sparsebit")
 AUTO, MULTIPLE = (

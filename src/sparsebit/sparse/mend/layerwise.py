@@ -29,9 +29,9 @@ from sparsebit.graph.run.batches import Batches
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.compare import leaves
 from sparsebit.graph.run.interpreter import Runner
-from sparsebit.graph.run.progress import tracked
 from sparsebit.sparse.mend.least_squares import Layer, moment, renew, total
 from sparsebit.sparse.modules import SparseOpr
+from sparsebit.utils.progress import tracked
 
 log = logging.getLogger("sparsebit")
 

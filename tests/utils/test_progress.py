@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparsebit.graph.run.progress import bars, tracked, wants_bar
+from sparsebit.utils.progress import bars, tracked, wants_bar
 
 
 class Terminal:
