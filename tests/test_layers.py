@@ -57,6 +57,7 @@ LAYERS = {
     "llm": 3,
     "utils.device": 0.3,
     "utils.files": 0.3,
+    "utils.progress": 0.3,
     "utils": 3,
     "": 3.5,
     "cli": 4,
