@@ -65,6 +65,7 @@ class OnnxruntimeBackend(Backend):
     def lower(self, model: Any, marks: Marks) -> Any:
         from sparsebit.export.onnx import rewrites
         from sparsebit.export.onnx.bias import float_biases, integer_bias
+        from sparsebit.export.onnx.channel_moves import shuffles_as_gathers
         from sparsebit.export.onnx.clips import absorb_clips
         from sparsebit.export.onnx.integer_forms import (
             hard_sigmoids_as_scales,
@@ -80,6 +81,7 @@ class OnnxruntimeBackend(Backend):
         rewrites.mean_to_pool(model)
         rewrites.gelu_order(model)
         rewrites.fold_pads(model)
+        shuffles_as_gathers(model)
         aliases = rewrites.merge_equal(model, marks)
         while rewrites.hoist(model, marks) + absorb_clips(model, marks):
             aliases |= rewrites.merge_equal(model, marks)
