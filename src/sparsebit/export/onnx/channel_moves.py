@@ -81,13 +81,17 @@ def _sizes(value: ir.Value | None) -> list[Any] | None:
 def _gather(node: ir.Node, order: list[int]) -> None:
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    source = node
+    replaced = [node]
     if node.op_type == "Reshape":
-        turn = node.inputs[0].producer()  # type: ignore[union-attr]
-        source = turn.inputs[0].producer()  # type: ignore[union-attr,assignment]
+        for _ in range(2):
+            made = replaced[-1].inputs[0]
+            producer = None if made is None else made.producer()
+            assert producer is not None
+            replaced.append(producer)
     name = f"{node.name}/gather"
     wanted = constant(graph, f"{name}/order", np.asarray(order, np.int64))
-    out = insert(node, "Gather", [source.inputs[0], wanted], name, {"axis": CHANNELS})
-    old = node.outputs[0]
-    out.shape, out.type = old.shape, old.type
+    out = insert(node, "Gather", [replaced[-1].inputs[0], wanted], name, {"axis": CHANNELS})
+    out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
     replace(node, out)
+    for unused in replaced[1:]:
+        graph.remove(unused, safe=True)
