@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import fx, nn
 
@@ -42,9 +43,10 @@ log = logging.getLogger("sparsebit")
 
 @dataclass
 class BuildContext:
-    """What the passes share: the config, and what they have to tell."""
+    """What the passes share: the config, an example batch if there is one, and what they have to tell."""
 
     config: QuantConfig
+    example: Any = None
     float_ops: dict[str, str] = field(default_factory=dict)  # node name -> the op that has no QModule
 
 

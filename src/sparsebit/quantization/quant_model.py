@@ -79,7 +79,7 @@ class QuantModel(nn.Module):
         super().__init__()
         self.cfg = QuantConfig.load(config)
         self._options = {"example": example, "trace": trace, "passes": passes, "check": check}
-        self._context = BuildContext(self.cfg)
+        self._context = BuildContext(self.cfg, example)
         self.pass_reports: list[PassReport] = []
         self.model = self._trace(model)
         self._run_simplifiers()

@@ -167,6 +167,8 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
     mover = source.producer() if source is not None else None
     if mover is None or not _is_mover(mover) or not _only_same(source, node, marks):
         return 0
+    if mover.op_type == "MaxPool" and _is_float_conv(mover.inputs[0]):
+        return 0  # the pool stays in the blocked layout of float convolutions, and fewer values are rounded
     if len(mover.outputs) > 1 and not all(
         _only_same(out, node, marks) for out in mover.outputs if readers(out)
     ):
@@ -187,6 +189,17 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
         if any(x is not None and is_mark(x.producer()) for x in inputs):
             user.metadata_props["hoisted"] = "1"
     return added
+
+
+def _is_float_conv(value: ir.Value | None) -> bool:
+    """The output of a convolution with a float weight, as it is or clipped?"""
+    made = None if value is None else value.producer()
+    while made is not None and made.op_type in ("Relu", "Clip"):
+        source = made.inputs[0]
+        made = None if source is None else source.producer()
+    if made is None or made.op_type != "Conv":
+        return False
+    return array_of(made.inputs[1]) is not None
 
 
 def _is_mover(node: ir.Node) -> bool:
@@ -286,6 +299,8 @@ def keep_apart(model: ir.Model) -> int:
       coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
     - in front of a layer with a float weight between quantizers: onnxruntime would round its weight itself;
     - around an activation with a scale per channel: integer kernels take one scale per activation;
+    - behind a MaxPool of float values: onnxruntime would round in front of it, and pool codes with channels in front,
+      which takes 20 times as long;
     - in front of SiLU and GELU, which read x twice: onnxruntime dequantizes it once for each reader, and then does
       not see that they belong together (with the Sum, a convolution and a GELU take 0.7 of the time).
     """
@@ -301,13 +316,19 @@ def keep_apart(model: ir.Model) -> int:
             elif x is not None and w is None and array_of(node.inputs[1]) is not None:
                 node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))
                 changed += 1
-        elif node.op_type == "QuantizeLinear" and "axis" in node.attributes:
+        elif node.op_type == "QuantizeLinear" and ("axis" in node.attributes or _is_float_pool(node)):
             node.replace_input_with(0, insert(node, "Sum", [node.inputs[0]], f"{node.name}/apart"))
             changed += 1
         elif _is_activation(node) and ("axis" in node.attributes or _in_front_of_gate(node)):
             _behind(node)
             changed += 1
     return changed
+
+
+def _is_float_pool(node: ir.Node) -> bool:
+    """Does the quantizer read a MaxPool behind a float convolution?"""
+    pool = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return pool is not None and pool.op_type == "MaxPool" and _is_float_conv(pool.inputs[0])
 
 
 def _in_front_of_gate(node: ir.Node) -> bool:

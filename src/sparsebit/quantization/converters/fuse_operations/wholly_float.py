@@ -5,6 +5,9 @@ nothing. Where its input comes from an integer kernel the quantizer stays: the o
 
 A convolution in narrow groups is float, too. onnxruntime multiplies group by group. In integers, groups of 4 or 8
 channels take 1.5 to 3.6 times as long as in float, and two filters per channel (7 x 7) 11 to 13 times.
+
+So is the first convolution of a network of images, if it has few filters: from 3 channels to 16, integers take 1.3 to 1.8
+times as long (224 x 224, with VNNI and with AVX2). It needs the example to know the size of the images.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant
 )
 from sparsebit.quantization.converters.fuse_operations.one_grid import PRODUCERS
 from sparsebit.quantization.converters.output_grids import CLIPS, OutputGrids
-from sparsebit.quantization.layers import is_active, moves_values
+from sparsebit.quantization.layers import as_calls, is_active, moves_values
 from sparsebit.quantization.modules import MultipleInputsQuantOpr
-from sparsebit.quantization.modules.conv import is_pointwise
+from sparsebit.quantization.modules.conv import QConv2d, is_pointwise
 
 NARROW = 16  # channels of a group
+STEM_INPUTS, STEM_FILTERS = 4, 32  # at most
+STEM_PLACES = 64 * 64  # of the output, at least
 
 
 @graph_pass("wholly_float", when=lambda cfg: cfg.schedule.enabled("wholly_float"), keeps_output=True)
@@ -45,7 +50,7 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
             continue  # somebody learns these grids
         reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
-        if has_narrow_groups(conv):
+        if has_narrow_groups(conv) or is_stem(node, conv, gm, ctx.example):
             weight.set_fake_fused()
         elif not is_active(own) or not read_in_float or reads_codes:
             continue
@@ -58,6 +63,22 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
 def has_narrow_groups(conv: Any) -> bool:
     """Several groups of few channels, or several filters for each channel; a depthwise kernel is another one."""
     return conv.groups > 1 and not is_depthwise_one(conv) and conv.in_channels // conv.groups < NARROW
+
+
+def is_stem(node: fx.Node, conv: Any, gm: fx.GraphModule, example: Any) -> bool:
+    """A convolution with few filters over large images, as they come into the model."""
+    source = inputs_of(node)[0]
+    few = conv.in_channels <= STEM_INPUTS and conv.out_channels <= STEM_FILTERS and conv.groups == 1
+    if not few or example is None or source.op != "placeholder" or not isinstance(conv, QConv2d):
+        return False
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    (call,) = as_calls(gm, [example])
+    images = dict(zip((n.target for n in placeholders), call.args)) | call.kwargs
+    shape = getattr(images.get(source.target), "shape", ())
+    if len(shape) != 4 or max(conv.kernel_size) == 1:
+        return False
+    steps = conv.stride[0] * conv.stride[1]
+    return bool(shape[2] * shape[3] >= STEM_PLACES * steps)
 
 
 def is_depthwise_one(conv: Any) -> bool:
