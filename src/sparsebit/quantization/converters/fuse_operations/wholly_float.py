@@ -6,8 +6,8 @@ nothing. Where its input comes from an integer kernel the quantizer stays: the o
 A convolution in narrow groups is float, too. onnxruntime multiplies group by group. In integers, groups of 4 or 8
 channels take 1.5 to 3.6 times as long as in float, and two filters per channel (7 x 7) 11 to 13 times.
 
-So is the first convolution of a network of images, if it has few filters: from 3 channels to 16, integers take 1.3 to 1.8
-times as long (224 x 224, with VNNI and with AVX2). It needs the example to know the size of the images.
+So is the first convolution of a network of images, if it has few filters: from 3 channels to 16, integers take 1.3 to
+1.8 times as long (224 x 224, with VNNI and with AVX2). The pass needs the example to know the size of the images.
 """
 
 from __future__ import annotations
