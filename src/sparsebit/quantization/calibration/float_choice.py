@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from sparsebit.graph.run.calls import Call
+from sparsebit.quantization.calibration.output_noise import decibels, noise, outputs
 from sparsebit.quantization.converters.float_attention import float_attention
 from sparsebit.quantization.converters.float_forms import FloatForm, float_forms
 from sparsebit.quantization.modules import quant_mode
@@ -67,16 +67,16 @@ def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
     found = [(kind, forms) for kind, forms in found if forms]
     if not found or not calls:
         return 0.0
-    wanted = [_outputs(gm, call) for call in calls]
+    wanted = [outputs(gm, call) for call in calls]
     gained = 0.0
     with quant_mode(gm, w=True, a=True):
-        before = _noise(wanted, [_outputs(gm, call) for call in calls])
+        before = noise(wanted, [outputs(gm, call) for call in calls])
         for kind, forms in found:
-            if not before or _decibels(before) > kind.good_enough:
+            if not before or decibels(before) > kind.good_enough:
                 continue
             with _off(forms):
-                after = _noise(wanted, [_outputs(gm, call) for call in calls])
-            gain = _decibels(after) - _decibels(before) if after else 0.0
+                after = noise(wanted, [outputs(gm, call) for call in calls])
+            gain = decibels(after) - decibels(before) if after else 0.0
             if gain < kind.least:
                 continue
             for form in forms:
@@ -86,32 +86,6 @@ def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
             gained += gain
             before = after
     return gained
-
-
-def _decibels(noise: float) -> float:
-    return -10 * math.log10(noise)
-
-
-def _outputs(gm: fx.GraphModule, call: Call) -> list[Tensor]:
-    leaves = pytree.tree_leaves(call.run(gm))
-    return [x.detach().double() for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _noise(wanted: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> float:
-    """Geometric mean over the outputs of noise by signal; what is not finite counts for nothing."""
-    shares = []
-    for output in range(len(wanted[0])):
-        noise = signal = 0.0
-        for want, got in zip(wanted, found):
-            a, b = want[output], got[output]
-            if a.shape != b.shape:
-                return 0.0
-            usable = a.isfinite() & b.isfinite()
-            noise += float((a - b)[usable].square().sum())
-            signal += float((a - a[usable].mean() if usable.any() else a)[usable].square().sum())
-        if noise and signal:
-            shares.append(math.log(noise / signal))
-    return math.exp(sum(shares) / len(shares)) if shares else 0.0
 
 
 @contextmanager
