@@ -26,7 +26,8 @@ Each model is built with random weights, unedited, and goes through `QuantModel(
 preset `w8a8`, calibration on two batches and quantization. `tests/zoo/test_zoo.py` repeats it and refuses a float
 output that differs by more than 1e-4 of its largest value, and a share of quantized MACs under 95 %.
 
-- **front-end**: `fx` is the default; `export` (`trace="export"`) where `fx` leaves more than 5 % of the MACs float.
+- **front-end**: `fx` (`trace="fx"`), or `export` (`trace="export"`) where `fx` leaves more than 5 % of the MACs float.
+  The default, `trace="auto"`, chooses by itself.
 - **MACs quantized**: multiplications whose operands are both quantized, counted during one forward. For LSTMs (of these
   models sequencer2d_s has some) the config adds `A.RNN_STATE: true`; without it their hidden state stays float
   (91.8 % of the MACs of sequencer2d_s).

@@ -56,6 +56,13 @@ def test_torch_export_is_taken_where_more_becomes_integer() -> None:
     assert totals["integer_macs"] > sparsebit.preflight(model, X, trace="fx").totals["integer_macs"]
 
 
+def test_an_attempt_that_fails_prints_nothing_of_torchs_own(capfd) -> None:
+    """torch.export prints the whole graph where it fails: to somebody who did not ask for it."""
+    assert QuantModel(ByValue().eval(), example=X).front_end == "fx"
+    shown = capfd.readouterr()
+    assert "def forward" not in shown.err + shown.out and "user code" not in shown.err
+
+
 def test_the_report_of_a_file_says_which_front_end_and_why(tmp_path) -> None:
     pytest.importorskip("onnxruntime")
     qmodel = sparsebit.quantize(ByDtype().eval(), [X], progress=False)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import io
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -160,15 +161,23 @@ def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Gradients on and torch's fused attention off, because both change the recorded ops; no warnings on
-    stderr."""
+    """Gradients on and torch's fused attention off, because both change the recorded ops; nothing on stderr.
+
+    Where torch.export fails, it logs the reason and prints the whole graph. The error says enough.
+    """
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental.symbolic_shapes")]
+    before = [logger.level for logger in loggers]
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.enable_grad(), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
             yield
     finally:
+        for logger, level in zip(loggers, before):
+            logger.setLevel(level)
         torch.backends.mha.set_fastpath_enabled(fused)
 
 
