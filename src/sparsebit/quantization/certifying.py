@@ -33,8 +33,8 @@ from sparsebit.export.report import ExportReport
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.modes import evaluating
 from sparsebit.numeric import fake_quantize
-from sparsebit.quantization.export import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
+from sparsebit.quantization.on_export import exporting, quant_oprs, with_bias
 from sparsebit.quantization.quantizers import Quantizer
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,10 @@ from sparsebit.graph.run.signature import signature_of
 from sparsebit.numeric import QParams, fake_quantize
 from sparsebit.numeric.pair_sums import needs_rule
 from sparsebit.numeric.spec import channel_axis
-from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.quantizers import Mode, Quantizer
+from sparsebit.quantization.analysis.tuning import Tuning, time_draft
+from sparsebit.quantization.certifying import certify, second_opinion
+from sparsebit.quantization.on_export import exporting, quant_oprs, used_quantizers
+from sparsebit.quantization.quantizers import Quantizer
 
 log = logging.getLogger("sparsebit")
 # in the meta of a graph: what calibration/float_choice.py and trace/auto_trace.py chose
@@ -63,9 +65,6 @@ def export_onnx(
     **options: Any,
 ) -> ExportReport:
     """Write `name` and its report beside it; the file is in its place only once it is certified."""
-    from sparsebit.quantization.analysis.tuning import Tuning, time_draft
-    from sparsebit.quantization.certifying import certify, second_opinion
-
     require("onnx", "onnxscript", "onnxruntime")
     path, batches = files.writable(name), as_batches(batches)
     kind = half_type(qmodel)
@@ -175,7 +174,6 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     import onnx_ir as ir
 
     from sparsebit.export.onnx.lowered import Lowered
-    from sparsebit.quantization.certifying import certify
 
     path = Path(onnx_path)
     model = files.read(path, ir.load)
@@ -263,14 +261,6 @@ def pair_rule_of(qmodel: Any) -> str:
     return f"{len(ruled)} weights{price}: sums are exact on every x86"
 
 
-def used_quantizers(qmodel: Any) -> Iterator[tuple[str, Quantizer, Tensor | None]]:
-    """Path of the layer, quantizer, and the weight it rounds: None for an activation."""
-    for path, module in quant_oprs(qmodel.model):
-        for quantizer, weight in ((module.input_quantizer, None), (module.weight_quantizer, module.weight)):
-            if quantizer is not None and not quantizer.absorbed and not quantizer.unused:
-                yield path, quantizer, weight
-
-
 @contextmanager
 def unit_scales(qmodel: Any) -> Iterator[bool]:
     """Inside the block, a model that nobody has calibrated has scale 1 and zero point 0 everywhere; yields whether.
@@ -304,62 +294,12 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
     return 1 if axis is None else weight.shape[axis]
 
 
-def quant_oprs(gm: Any) -> Iterator[tuple[str, QuantOpr]]:
-    """Every op with quantizers, and its path in the user's model."""
-    seen: set[nn.Module] = set()
-    for node in gm.graph.nodes:
-        if node.op != "call_module":
-            continue
-        for inside, module in gm.get_submodule(str(node.target)).named_modules():
-            if isinstance(module, QuantOpr) and module not in seen:
-                seen.add(module)
-                yield f"{node.meta.get('path', node.name)}.{inside.removeprefix('root.')}".strip("."), module
-
-
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
     """What the runtime cannot hold is said before any work, all at once."""
     found = [problem for mark in marks.values() for problem in backend.problems(mark)]
     if found:
         more = f"\n... and {len(found) - 5} more" if len(found) > 5 else ""
         raise ExportError(f"{backend.TYPE} cannot hold this model:\n" + "\n".join(map(str, found[:5])) + more)
-
-
-@contextmanager
-def exporting(qmodel: Any, hook: Callable[[Quantizer, Tensor], Tensor]) -> Iterator[None]:
-    """Every quantizer calls `hook` in place of rounding; flags and modes come back, also after an error."""
-    quantizers = [m for m in qmodel.model.modules() if isinstance(m, Quantizer)]
-    modes = [q.mode for q in quantizers]
-    try:
-        for q in quantizers:
-            q.mode, q.on_export = Mode.EXPORT, hook
-        with torch.no_grad(), evaluating(qmodel):
-            yield
-    finally:
-        for q, mode in zip(quantizers, modes):
-            q.mode, q.on_export = mode, None
-
-
-@contextmanager
-def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
-    """Layers compute with the bias that the file has: rounded to the grid of input times weight."""
-    saved: list[tuple[nn.Module, Any, Any]] = []
-    try:
-        for module in qmodel.model.modules():
-            name = (
-                module.weight_quantizer.name
-                if isinstance(module, QuantOpr) and module.weight_quantizer
-                else ""
-            )
-            if name not in biases:
-                continue
-            saved.append((module, module._parameters.get("bias"), module.bias_correction))
-            bias = torch.from_numpy(biases[name].values).to(module.weight)
-            module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
-            module.bias_correction = None
-        yield
-    finally:
-        for module, bias, correction in saved:
-            module._parameters["bias"], module.bias_correction = bias, correction
 
 
 def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any) -> None:

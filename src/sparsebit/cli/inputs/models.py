@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import os
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs.objects import call, find_object
+from sparsebit.cli.inputs.weights import load_weights, refuse_scripted_file
 from sparsebit.cli.terminal.output import InputError, did_you_mean, one_line, say
 
 FORMS = "file.py:factory, package.module:factory, timm:name, torchvision:name, hf:DIR or a .pt2 file"
@@ -43,8 +43,6 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     else:
         model = _of_factory(spec)
     if weights is not None:
-        from sparsebit.cli.inputs.weights import load_weights
-
         load_weights(model, spec, Path(weights))
     _refuse_non_finite(model, weights or spec)
     return model if isinstance(model, export.ExportedProgram) else _in_float32(spec, model.eval())
@@ -88,18 +86,6 @@ def _of_factory(spec: str) -> Any:
     if not isinstance(found, (nn.Module, export.ExportedProgram)):
         raise InputError(f"{spec}: gave a {type(found).__name__}; it must give an nn.Module")
     return found
-
-
-def refuse_scripted_file(path: Path) -> None:
-    """torch.jit.save writes a zip as torch.save does, with compiled code in it."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        is_scripted = any("/code/" in name for name in archive.namelist())
-    if is_scripted:
-        from sparsebit.graph.trace import SCRIPTED
-
-        raise InputError(f"{path}: {SCRIPTED}")
 
 
 def _exported(path: Path) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsebit.cli.inputs.models import refuse_scripted_file
 from sparsebit.cli.terminal.output import InputError, one_line
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "net")  # what training scripts put around the weights
@@ -90,3 +90,15 @@ def _torch_file(path: Path) -> Any:
         raise InputError(f"{path}: is broken or no file of weights: {one_line(error)}") from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise InputError(f"{path}: is broken or no file of weights: {one_line(error)}") from None
+
+
+def refuse_scripted_file(path: Path) -> None:
+    """torch.jit.save writes a zip as torch.save does, with compiled code in it."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        is_scripted = any("/code/" in name for name in archive.namelist())
+    if is_scripted:
+        from sparsebit.graph.trace import SCRIPTED
+
+        raise InputError(f"{path}: {SCRIPTED}")

@@ -258,6 +258,16 @@ def integer_kernel(x: Quantizer, w: Quantizer) -> bool:
     return exact and x.scale.numel() == 1 and not why_float_grids(w.spec, [replace(x.spec, axis=None)])
 
 
+@register_qmodule(sources=[nn.Identity])
+class QIdentity(QuantOpr):
+    """The quantizer of one input of a multi-input op, or an nn.Identity the user marked with `.remove = False`."""
+
+    moves_values = True
+
+    def forward(self, x_in: Any) -> Any:
+        return self.quantized_input(x_in)
+
+
 class MultipleInputsQuantOpr(Opr):
     """An operation on several tensors: it owns no quantizer; the graph gets a QIdentity before each input."""
 
@@ -274,8 +284,6 @@ class MultipleInputsQuantOpr(Opr):
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Put a QIdentity before each operand of `node`, one for a value used twice; returns how many."""
-        from sparsebit.quantization.modules.unary import QIdentity
-
         inputs = [value for value in self.operands_of(node) if not is_number(value, model)]
         if len(inputs) < 2 and not self.operands:
             return 0  # x + 1: nothing to bring to a common grid
