@@ -83,7 +83,7 @@ def quantize(
               without BACKEND changes that preset.
     trace     "fx", "export" or "auto": how the graph is found, see QuantModel.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
-    checkpoint  a folder: learned rounding that was interrupted goes on there, behind the last finished block.
+    checkpoint  a folder: an interrupted learning of the rounding is resumed there, behind the last finished block.
     progress  show a progress bar; None: only on a terminal.
     """
     from sparsebit.graph.run.batches import first_of
@@ -133,12 +133,12 @@ def prune(
 ) -> nn.Module:
     """A smaller copy of `model`, checked on `example`: the channels that matter least are removed.
 
-    ratio     the share of channels that goes (0.5 if nothing is said), or
-    macs, params, latency   the share of multiplications, parameters, or time on this machine that stays.
-    sparser   what decides: l1norm (if nothing is said), l2norm, fpgm, lamp, slimming, random; with data: hrank,
+    ratio the share of channels that is removed (0.5 by default), or macs, params, latency the share of multiplications,
+    parameters, or time on this machine that remains.
+    sparser the criterion: l1norm (the default), l2norm, fpgm, lamp, slimming, random; with data: hrank,
               wanda; with data and a loss: taylor, fisher.
     batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
-              with (layers are fitted to the whole model). loss(output, target): cross entropy if nothing is said.
+              with (layers are fitted to the whole model). loss(output, target): cross entropy by default.
     scope     "layer" (the default): the same share of every layer; "global": of all together.
     round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, if
               enough can go then. 1: any number.

@@ -163,9 +163,9 @@ def _command(argv: list[str]) -> str:
 
 
 class _ToStderr(logging.Handler):
-    """Whatever stderr is when something is said: a status line puts another stream there.
+    """Writes to the current stderr: a status line puts another stream there.
 
-    A record with `at_end` is about the result: it comes below it, in red on terminals.
+    A record with `at_end` is about the result: it is printed below the result, in red on terminals.
     """
 
     def __init__(self) -> None:

@@ -179,7 +179,7 @@ next: your own model. net.py holds a function build() that returns it, images is
 
 
 def run(quiet: bool = False) -> dict[str, Any]:
-    """The demo; returns what it shows."""
+    """Run the demo; returns its text."""
     console = Console(quiet=quiet)
     torch.manual_seed(0)
     x, y, x_test, y_test = digits()

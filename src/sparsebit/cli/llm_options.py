@@ -146,7 +146,7 @@ def with_table(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, as keywords of `llm.quantize`."""
+    """The given options, as keywords of `llm.quantize`."""
     return dict(_said(given))
 
 

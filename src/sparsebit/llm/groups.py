@@ -64,7 +64,7 @@ def largest_fit(widths: Iterable[int]) -> int:
 
 
 def check_fit(inputs: Mapping[str, int], size: int) -> None:
-    """Refuses a size that leaves a short group in some layer, and says which sizes leave none."""
+    """Refuses a size that leaves a short group in some layer, and names the sizes that leave none."""
     if size == ROWS:
         return
     if size < 1:

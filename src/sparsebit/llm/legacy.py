@@ -28,13 +28,13 @@ from sparsebit.utils.files import whole_file
 
 KEYS = ("model", "hyper_parameters", "layers_bit")
 WIDTHS = (2, 3, 4)
-DERIVED = ".rotary_emb.inv_freq"  # transformers 4.28 stored this table; the config says what is in it
+DERIVED = ".rotary_emb.inv_freq"  # transformers 4.28 stored this table, which follows from the config
 
 
 def load_legacy(path: str | Path, folder: str | Path, dtype: torch.dtype | None = None) -> Any:
     """The model of transformers in the file `path`; `folder` holds the config.json of its float model.
 
-    dtype   of everything that is not packed; None: as the config says.
+    dtype   of everything that is not packed; None: the dtype in the config.
     """
     return from_legacy(read_legacy(path), skeleton(Path(folder), dtype))
 

@@ -84,7 +84,7 @@ def to_onnx(model: nn.Module, tokens: Tensor, path: str | Path, **options: Any) 
 
 
 class _Plain(nn.Module):
-    """x @ W with W (inputs, outputs): exported as MatMul with a constant that can be told by its bytes."""
+    """x @ W with W (inputs, outputs): exported as MatMul with a constant that is recognised by its bytes."""
 
     def __init__(self, layer: QuantLinear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is going to be written, known before the work: the layout, the group sizes, config.json, names and shapes."""
+"""The plan of the output, made before the work: the layout, the group sizes, config.json, names and shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparsebit.numeric.spec import QuantSpec
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """One of its own classes; nobody but its author can build another one from a folder."""
+    """A class that is not from transformers: only its author's code can build such a model from a folder."""
     return type(model).__module__.split(".")[0] == "transformers" and hasattr(model, "config")
 
 
@@ -48,7 +48,8 @@ def left_float(source: InMemory, specs: Mapping[str, QuantSpec]) -> dict[str, in
 
 
 def format_for(source: InMemory, name: str) -> Format:
-    """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have one of their own."""
+    """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have a separate
+    layout."""
     layers = [
         source.model.get_submodule(n) for n in source.layout.names() if n not in source.names.layer_files
     ]
@@ -59,7 +60,7 @@ def format_for(source: InMemory, name: str) -> Format:
 
 @dataclass(frozen=True)
 class Grids:
-    """What was asked for."""
+    """The settings of the user."""
 
     bits: int
     group_size: int | None
@@ -76,7 +77,7 @@ def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str
     """
     own = not is_transformers(source.model)
     about = matrices(source)
-    if not (own or grids.force or layout.plain):  # nobody finds experts that have no names in checkpoints
+    if not (own or grids.force or layout.plain):  # no reader finds experts that have no names in checkpoints
         about = {name: a for name, a in about.items() if name not in source.names.unnamed}
     inputs = {name: width for name, (_, width, _) in about.items()}
     weights = {name: outputs * width for name, (outputs, width, _) in about.items()}

@@ -71,7 +71,7 @@ def quantize(
     method      "gptq", "awq", "hqq", "rtn"; "smoothquant" rounds activations to 8 bits too; "sparsegpt" and "wanda"
                 prune. Options of the method (clip, act_order, damping, refine, ratio, pattern, ...) are passed as
                 keywords too.
-    bits        bits of the codes. None: what is usual for the method, mostly 4.
+    bits bits of the codes. None: the usual number for the method, mostly 4.
     group_size  how many inputs share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides the
                 inputs of a layer.
     symmetric   grids without zero points. None: without; that is as good at 2 bits, because scales may be negative.
@@ -155,7 +155,7 @@ def _check_widths(bits: int | None, candidates: tuple[int, ...] | None, average:
             raise ConfigError(f"bits: must be among {', '.join(map(str, WIDTHS))}, got {width}")
     if (candidates is None) != (average is None):
         raise ConfigError(
-            "candidate_bits and average_bits go together: the widths to choose from, and their mean"
+            "candidate_bits and average_bits need each other: the widths to choose from, and their mean"
         )
     if candidates and average is not None and not min(candidates) <= average <= max(candidates):
         choices = ", ".join(map(str, candidates))
@@ -225,7 +225,7 @@ def _warn_left(left: dict[str, int], certificate: Certificate) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run: what is quantized, how, and where files are kept."""
+    """One run: its layers, its method, and its files."""
 
     source: InMemory
     data: Data | None

@@ -40,7 +40,7 @@ class Report:
     measured: Quality | None = (
         None  # of the whole model; None without data, or where it gives no scores of tokens
     )
-    run: dict[str, Any] = field(default_factory=dict, repr=False)  # what was asked for
+    run: dict[str, Any] = field(default_factory=dict, repr=False)  # the settings of the user
 
     @property
     def average_bits(self) -> float:

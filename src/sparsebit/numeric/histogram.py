@@ -63,7 +63,7 @@ class Bins:
 
 
 class Histogram:
-    """Counts per channel. Up to `exact` values per channel are kept as they are; then they are counted."""
+    """Counts per channel. Up to `exact` values per channel are kept; then they are counted."""
 
     def __init__(self, channels: int, exact: int | None = None, device: torch.device | str = "cpu"):
         fine = int(math.log2(BINS / (2 * OCTAVES * channels))) if channels * 2 * OCTAVES < BINS else 0
@@ -141,7 +141,7 @@ class Histogram:
             self.counts = None if self.counts is None else self.counts.to(device)
 
     def bins(self, low: Tensor, high: Tensor, mantissa: int = MANTISSA[1], absolute: bool = False) -> Bins:
-        """What was seen (|x| of it if `absolute`), on at most `mantissa` bits, cut to the true range."""
+        """The observed values (|x| if `absolute`), on at most `mantissa` bits, cut to the true range."""
         if self.counts is None:
             values = torch.cat(self.values, 1)
             values = (values.abs() if absolute else values).sort(1).values

@@ -147,7 +147,7 @@ def _errors(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Tensor:
 
 
 def _blocks(scale: Tensor, size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Channels that go together, each time with the grids that go together, at `size` values per pair."""
+    """Chunks of channels, each with a chunk of its grids, at `size` values per pair of channel and grid."""
     grids = max(1, min(len(scale), BLOCK // size))
     channels = max(1, BLOCK // (size * grids))
     ks = [slice(k, k + grids) for k in range(0, len(scale), grids)]
@@ -206,7 +206,7 @@ def _divergence(h: Tensor, levels: Tensor, ends: Tensor) -> Tensor:
     cuts = cuts.minimum(ends[:, None])
     mass, used = (t.gather(1, cuts.flatten(1)).view_as(cuts).diff(dim=2) for t in (cum, filled))
     last = h[:, ends - 1]
-    # what lies beyond is in P's last bin, and so in the last group
+    # larger values are in P's last bin, and so in the last group
     tail = (torch.arange(mass.shape[2], device=h.device) == (levels - 1)[:, None, None]).double()
     p = mass + tail * beyond[..., None]
     used = used + tail * ((last == 0) & (beyond > 0)).double()[..., None]

@@ -203,7 +203,7 @@ def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certifica
             name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
             has_bias = name in lowered.bias and hasattr(
                 module, "bias"
-            )  # a weight of an LSTM has none of its own
+            )  # a weight of an LSTM has no separate bias
             own = module.current_bias if has_bias else None
             if own is not None:
                 weight_scale = runtime.as_array(marks[name].qparams.scale)

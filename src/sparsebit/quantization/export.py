@@ -41,7 +41,7 @@ UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers di
 
 @dataclass
 class Draft:
-    """A lowered graph that is not written yet, and what the certificate has to know about it."""
+    """A lowered graph that is not written yet, and the facts that the certificate needs."""
 
     graph: Any
     plain: Any  # the same graph without quantizers, where it is to be timed
@@ -126,7 +126,7 @@ def draft_of(
     asked: int,
     **options: Any,
 ) -> Draft:
-    """The graph of the model as it is now, lowered for `runtime`."""
+    """The graph of the model in its present state, lowered for `runtime`."""
     from sparsebit.export.onnx.graph_edit import without_marks
 
     marks = collect_marks(qmodel)
@@ -206,7 +206,8 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
 
 
 class Emitter:
-    """What a quantizer does while the model is traced: leave a mark. A rounded constant is one, however often read."""
+    """The work of a quantizer during an export: it leaves a mark. A rounded constant gets one mark for all its
+    readers."""
 
     def __init__(self, marks: Mapping[str, Mark]):
         self.marks = marks
@@ -221,7 +222,7 @@ class Emitter:
 
 
 def collect_marks(qmodel: Any) -> dict[str, Mark]:
-    """Every quantizer that is in use, with its grid as it is now."""
+    """Every quantizer that is in use, with its present grid."""
     marks: dict[str, Mark] = {}
     for path, quantizer, weight in used_quantizers(qmodel):
         if not quantizer.calibrated:
@@ -236,7 +237,7 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
 
 
 def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
-    """What the file rounds: under the pair rule, values that are rounded already."""
+    """The weight that the file rounds: under the pair rule, its values are rounded already."""
     return quantizer.rounded(weight) if quantizer.keeps_pairs else quantizer.transform(weight)
 
 
@@ -263,7 +264,7 @@ def pair_rule_of(qmodel: Any) -> str:
 
 @contextmanager
 def unit_scales(qmodel: Any) -> Iterator[bool]:
-    """Inside the block, a model that nobody has calibrated has scale 1 and zero point 0 everywhere; yields whether.
+    """Inside the block, an uncalibrated model has scale 1 and zero point 0 everywhere; yields True for such a model.
 
     A model with some scales keeps them: `collect_marks` refuses it.
     """
@@ -295,7 +296,7 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
 
 
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
-    """What the runtime cannot hold is said before any work, all at once."""
+    """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
     found = [problem for mark in marks.values() for problem in backend.problems(mark)]
     if found:
         more = f"\n... and {len(found) - 5} more" if len(found) > 5 else ""

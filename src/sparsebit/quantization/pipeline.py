@@ -43,7 +43,7 @@ log = logging.getLogger("sparsebit")
 
 @dataclass
 class BuildContext:
-    """What the passes share: the config, an example batch if there is one, and what they have to tell."""
+    """The common state of the passes: the config, an example batch if there is one, and their messages."""
 
     config: QuantConfig
     example: Any = None
@@ -54,7 +54,7 @@ class BuildContext:
 def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
     """Replace every op that has a QModule, and the layers inside islands; name the ops that stay float.
 
-    What reads only constants is computed once, so it stays as it is.
+    An op that reads only constants is computed once, so it is not replaced.
     """
     new: dict[fx.Node, tuple[str, nn.Module]] = {}
     first_call: dict[nn.Module, fx.Node] = {}
@@ -150,7 +150,7 @@ PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 
 
 def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[nn.Module] | None:
-    """The QModule class for a node; None: it stays as it is."""
+    """The QModule class for a node; None: the node is not replaced."""
     # what still writes into its input must go on doing so: a quantizer in front would hand it a copy
     if _is_skipped(node, ctx) or writes_input(node, gm):
         return None

@@ -37,7 +37,7 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def init_QAT(qmodel: QuantModel) -> None:
     """Calibrated scales and quantization on: the start of quantization-aware training.
 
-    Ends a calibration that is under way; a model that is calibrated or loaded is taken as it is.
+    Ends a calibration that is under way; a model that is calibrated or loaded keeps its scales.
     """
     waiting = [name for name, quantizer in qmodel.named_quantizers() if not quantizer.calibrated]
     if qmodel.calibration_runner is not None:
@@ -115,7 +115,7 @@ def fold_batchnorm(qmodel: QuantModel) -> None:
 
 
 class Stages:
-    """Switches quantization on, and batch-norm statistics off, as training goes on.
+    """Switches quantization on, and batch-norm statistics off, during training.
 
     weights, activations   after how many calls of step() each is quantized; 0: from the start
     freeze_bn              after how many the running statistics are fixed; None: never

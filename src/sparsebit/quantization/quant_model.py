@@ -138,7 +138,7 @@ class QuantModel(nn.Module):
         return fresh
 
     def _take(self, other: QuantModel) -> None:
-        """The graph of `other`, and what is known of it."""
+        """Take the graph of `other`, and all that is known about it."""
         self.model, self.pass_reports = other.model, other.pass_reports
         self._context, self.float_ops = other._context, other.float_ops
 
@@ -180,7 +180,7 @@ class QuantModel(nn.Module):
             self.prepare_calibration(asym=self.calibration_runner.store is not None)
 
     def _graph_changed(self) -> bool:
-        """Did somebody change the graph or its modules?"""
+        """Has the user changed the graph or its modules?"""
         modules = self.model._modules
         return self.model._code is not self._code or any(modules.get(n) is not m for n, m in self._makers)
 
@@ -216,11 +216,12 @@ class QuantModel(nn.Module):
         checkpoint: str | Path | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Scales and zero points from what was observed.
+        """Compute scales and zero points from the observed values.
 
-        `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
-        what of them is quantized (both, if neither is named). All batches walk the graph together then;
-        `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
+        `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` choose
+        whether their weights and activations are quantized (both, if neither is named). All batches then walk the graph
+        together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type adaround
+        are
         reconstructed next; `checkpoint` and `progress` are those of reconstruct().
         """
         from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
@@ -262,7 +263,7 @@ class QuantModel(nn.Module):
     ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y)).
 
-        checkpoint  a folder: learned rounding that was interrupted goes on behind the last block that was finished.
+        checkpoint a folder: an interrupted learning of the rounding is resumed behind the last finished block.
         """
         from sparsebit.graph.run.batches import feed
 
@@ -283,11 +284,11 @@ class QuantModel(nn.Module):
         progress: bool | None = None,
         offload: str = "device",
     ) -> dict[str, tuple[float, float]]:
-        """Learn the rounding of the adaround weights, block by block; calibrates first where nobody has.
+        """Learn the rounding of the adaround weights, block by block; calibrates first if the model is not calibrated.
 
-        asym        blocks see the outputs of the quantized ones before them, and make up for their errors.
-        checkpoint  a folder: an interrupted run goes on behind the last block that was finished.
-        offload     where values wait: "device", "cpu" or "disk".
+        asym        blocks see the outputs of the quantized ones before them, and compensate their errors.
+        checkpoint  a folder: an interrupted run is resumed behind the last finished block.
+        offload the place where values wait: "device", "cpu" or "disk".
         Returns the squared error of each block before and after, as a share of its squared output.
         """
         from sparsebit.quantization.reconstruction.reconstruct import reconstruct_model
@@ -331,7 +332,7 @@ class QuantModel(nn.Module):
 
     @property
     def islands(self) -> dict[str, Island]:
-        """Parts that could not be traced, by path: each says why. Their layers are quantized in place."""
+        """Parts that could not be traced, by path, each with the reason. Their layers are quantized in place."""
         found: dict[str, Island] = self.model.meta["islands"]
         return found
 
@@ -383,7 +384,8 @@ class QuantModel(nn.Module):
         f.write(to_mermaid(self.model, bits_label(self.model)))
 
     def preflight(self, example: Any = None) -> Preflight:
-        """What is quantized with what, what stays float and why; with an example also MACs and memory."""
+        """A table: the quantizers of each op, the ops that stay float and the reasons; with an example also MACs and
+        memory."""
         from sparsebit.quantization.analysis.preflight import preflight
 
         return preflight(self, example)

@@ -33,8 +33,8 @@ class Layer:
     scheme: str = ""
     range: str = ""
     clipped: str = ""
-    own: float | None = None  # SQNR of its own output in dB, quantized alone
-    effect: float | None = None  # SQNR of the model's output
+    own: float | None = None  # SQNR of the layer's output in dB, when only this layer is quantized
+    effect: float | None = None  # SQNR of the model's output, when only this layer is quantized
     noise: float | None = None  # its share of the noise of all layers
     bytes: int = 0
     quantized_bytes: int = 0

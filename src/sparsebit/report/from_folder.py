@@ -1,7 +1,7 @@
-"""What a run has to say, from the files in its folder: run.json, layers.json, profile.json, plan.json, the certificate.
+"""The facts of a run, from the files in its folder: run.json, layers.json, profile.json, plan.json, the certificate.
 
-The noise that a layer alone adds to the output is 10^(-SQNR/10) of the signal; its share of the sum over all layers
-is what the chart shows.
+A layer alone adds noise to the output: 10^(-SQNR/10) of the signal; its share of the sum over all layers
+is drawn in the chart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_facts(folder: Path) -> Facts:
     if about is None:
         raise SparsebitError(f"{folder}: is no folder of a run: it has no run.json")
     try:
-        if "steps" not in about and "layers" in about:  # of sparsebit.llm, which has files of its own
+        if "steps" not in about and "layers" in about:  # a run of sparsebit.llm, which writes other files
             return llm_facts(folder, about, sparsebit.__version__)
         return _facts(folder, about)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -119,7 +119,7 @@ def _together(profile: Any) -> Iterator[str]:
 
 
 def _add_kernels(layers: list[Layer], report: Any) -> None:
-    """Where the written file says why an op stays float, that counts more than what was expected."""
+    """The written file knows why an op stays float. Its reason replaces the expected one."""
     why = {key.rpartition(" (")[0]: text for key, text in ((report or {}).get("why_float") or {}).items()}
     for layer in layers:
         if layer.path in why and layer.state == "quantized":

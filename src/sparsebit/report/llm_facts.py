@@ -1,4 +1,4 @@
-"""What a checkpoint of `sparsebit llm quantize` has to say, from its run.json and the sizes of its files.
+"""The facts of a checkpoint of `sparsebit llm quantize`, from its run.json and the sizes of its files.
 
 The error of a layer is noted as the share of its output's energy, so its SQNR is -10 log10 of that.
 """
@@ -16,7 +16,7 @@ from sparsebit.report.facts import HURT_MOST, Facts, Layer
 from sparsebit.report.figures import decibel, size
 
 PERPLEXITY = "Perplexity"
-SAID = re.compile(r"^(runs|fits its rules|refused|failed)[,: ]*")  # what the state says already
+SAID = re.compile(r"^(runs|fits its rules|refused|failed)[,: ]*")  # words that repeat the state
 STATES = {
     "runs": "runs",
     "fits": "fits its rules",

@@ -205,8 +205,7 @@ class SparseModel(nn.Module):
         return self
 
     def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
-        """Fit the layers that read less than before to the outputs of `whole`, by default the model as it was
-        given.
+        """Fit the layers with fewer inputs than before to the outputs of `whole`, by default the original model.
 
         Call it after calc_params(). It needs no targets; mend/layerwise.py explains the method.
         """

@@ -31,7 +31,7 @@ def quantize(
 ) -> None:
     """Quantize the decoder blocks of a language model, and write a checkpoint that others load.
 
-    The model is read block by block, so it need not fit into memory. What is not said is decided by the method.
+    The model is read block by block, so it need not fit into memory. The method decides the options that you leave out.
     """
     from sparsebit.cli.inputs.tokens import model_folder
     from sparsebit.cli.runs.run import again

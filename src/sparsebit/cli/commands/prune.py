@@ -140,7 +140,7 @@ def _check_model(spec: str, net: Any) -> None:
 def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -> Any:
     import sparsebit
 
-    asked = {**asked, "round_to": asked["round_to"] or None}  # 0 is what prune() does if nothing is said
+    asked = {**asked, "round_to": asked["round_to"] or None}  # 0 is the default of prune()
     with status("choosing and removing channels", batches if with_data else None) as shown:
         return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, **asked)
 

@@ -42,7 +42,7 @@ def load_batches(
             f"{spec}: pickles can run code, so they are refused; save an .npy or .npz, or {FORMS}"
         )
     else:
-        raise InputError(f"{spec}: what is this? --data takes {FORMS}")
+        raise InputError(f"{spec}: is no known form of data; --data takes {FORMS}")
     if not batches:
         raise InputError(f"{spec}: has no samples; a few dozen are enough")
     _refuse_non_finite(spec, batches)
@@ -100,7 +100,7 @@ def _arrays(
         if array.shape[1:] != shape[1:]:
             raise InputError(
                 f"{path}: its samples have the shape {_text_shape(array.shape[1:])}, "
-                f"--input-shape says {_text_shape(shape[1:])}"
+                f"--input-shape asks for {_text_shape(shape[1:])}"
             )
     tensors = {name: _tensor(path, name, a[:samples], model) for name, a in arrays.items()}
     split = {name: t.split(batch_size) if len(t) else () for name, t in tensors.items()}
@@ -154,7 +154,7 @@ def _images(folder: Path, shape: tuple[int, ...] | None, batch_size: int, sample
     optional("PIL", f"{folder}: a folder of images")
     if shape is not None and len(shape) == 4 and shape[1] not in (1, 3):
         raise InputError(
-            f"{folder}: an image has 1 or 3 channels, --input-shape says {shape[1]}; give such inputs as .npy"
+            f"{folder}: an image has 1 or 3 channels, --input-shape asks for {shape[1]}; give such inputs as .npy"
         )
     if shape is None or len(shape) != 4:
         raise InputError(f"{folder}: images of which size? add --input-shape 1,3,224,224")

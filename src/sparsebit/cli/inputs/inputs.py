@@ -1,4 +1,5 @@
-"""What a command works on, as it was named: model, weights, data. Kept in run.json, and loaded again from there."""
+"""The inputs of a command by their names: model, weights, data. run.json keeps the names, and they are loaded again
+from there."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class Inputs:
             return data_forms.load_batches(self.data, model, shape, self.batch_size, self.samples, self.model)
         if shape is not None:
             return [data_forms.random_batch(shape)]
-        raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
+        raise InputError(
+            "the command has no input for the model: add --data, or --input-shape such as 1,3,224,224"
+        )
 
     def absolute(self) -> dict[str, Any]:
         """For run.json: valid from any folder."""
@@ -67,7 +70,7 @@ def _call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
-    """A model and data that do not fit are no fault of what comes next."""
+    """Check that the model takes the data, so that the next step is not blamed."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -87,7 +90,7 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
 
 
 def _hint(args: tuple[Any, ...]) -> str:
-    """Pictures as they are stored: whole numbers, and colours behind height and width."""
+    """True for pictures in the layout of image files: whole numbers, and colours behind height and width."""
     import torch
 
     first = args[0] if args else None

@@ -31,7 +31,7 @@ def find_object(spec: str) -> Any:
 
 
 def call(spec: str, function: Any) -> Any:
-    """The user's function; what it raises is told in one line, with the line of the file."""
+    """Call the user's function. Its exception becomes one line, with the line of the file."""
     try:
         return function()
     except (Exception, SystemExit) as error:

@@ -24,7 +24,7 @@ from sparsebit.cli.terminal.progress import status
 from sparsebit.errors import ExportError
 from sparsebit.report.figures import busy
 
-GUESSES = 16  # samples from which a top-1 says something
+GUESSES = 16  # with fewer samples a top-1 has no meaning
 HEARD = 8  # batches at most, for the SQNR
 log = logging.getLogger("sparsebit")
 
@@ -46,7 +46,7 @@ def compare(run: Run, net: Any, small: Any, batches: list[Any], file: Path, metr
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What was measured, for --json and for people."""
+    """The measured figures, for --json and for people."""
     steps = ("sqnr", "metric", "latency")
     return {step: run.about["steps"][step] for step in steps if run.done(step)}
 
@@ -75,7 +75,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def where_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Where the time of the new file goes."""
+    """The ops that take the time of the new file."""
     where = facts.get("where")
     if not where or not where["integer_time"]:  # a pruned model has no integers
         return []
@@ -149,7 +149,7 @@ def _write_float(net: Any, batch: Any, path: Path) -> None:
 
 
 def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
-    """Milliseconds by name, on one sample where the files take batches of any size; and where the time goes."""
+    """Milliseconds by name, on one sample where the files take batches of any size; and the ops that take the time."""
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
@@ -266,7 +266,7 @@ def _value(spec: str | None, model: Any, batches: list[Any]) -> float | None:
 
 
 def _labels(model: Any, batches: list[Any]) -> list[Any]:
-    """What stands behind the inputs of a tuple: whole numbers, one per sample. [] if a batch has none."""
+    """The targets behind the inputs of a tuple: whole numbers, one per sample. [] if a batch has none."""
     import torch
 
     found = []

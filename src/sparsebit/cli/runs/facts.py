@@ -1,4 +1,5 @@
-"""What a report shows of a quantized model beside its layers: histograms of what is rounded, and the graph."""
+"""More facts for the report of a quantized model, beside its layers: histograms of the rounded values, and the
+graph."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ BINS = 64
 def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
     """By quantizer: 64 counts between the extremes, the range it can hold, and the share of values beyond it.
 
-    Weights whole, activations on one batch, both as they are in the float model.
+    Weights are counted whole, activations on one batch, both with the values of the float model.
     """
     from sparsebit.quantization.layers import as_calls, undisturbed
 
@@ -29,7 +30,7 @@ def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
 
 
 def _looker(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """A quantizer that is called again, as in a loop, is shown as it was first called."""
+    """Of a quantizer that is called several times, as in a loop, the first call is shown."""
     import torch
 
     def look(quantizer: Any, args: tuple[Any, ...]) -> None:

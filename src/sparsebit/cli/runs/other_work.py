@@ -1,4 +1,4 @@
-"""How much other programs work meanwhile: what is timed beside them takes longer than it has to."""
+"""How much other programs work at the same time: they make every timing longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run: a folder with run.json, which says what was asked and which steps are finished, and with a log."""
+"""Run: a folder with run.json, which holds the settings and the finished steps, and with a log."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Run:
 
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
-        """Work that counts only when it is whole; what is put into the mapping is kept in run.json."""
+        """A step that counts only when it is complete; run.json keeps the entries of the mapping."""
         start, facts = time.perf_counter(), dict[str, Any]()
         log.info("step %s", name)
         yield facts
@@ -76,9 +76,9 @@ class Run:
 def running(
     folder: Path, command: str, inputs: Inputs, settings: Mapping[str, Any], resume: bool
 ) -> Iterator[Run]:
-    """The folder of a new run, or of one to go on with.
+    """The folder of a new run, or of a run that is resumed.
 
-    After an error in its first step nothing is left of it; after Ctrl-C it stays, and says how to go on.
+    After an error in the first step it is removed. After Ctrl-C it stays, and the message explains how to resume.
     """
     asked = {"command": command, "inputs": inputs.absolute(), "settings": plain(settings)}
     fresh = check_output(folder, asked, resume)

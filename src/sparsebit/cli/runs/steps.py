@@ -23,7 +23,8 @@ log = logging.getLogger("sparsebit")
 
 # -- quantized models ------------------------------------------------------------------------------------
 def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) -> Any:
-    """Quantize as `sparsebit.quantize` does, and save. An interrupted learning of the rounding goes on next time."""
+    """Quantize as `sparsebit.quantize` does, and save. An interrupted learning of the rounding is resumed the next
+    time."""
     import sparsebit
 
     checkpoint = run.folder / "reconstruction"
@@ -36,7 +37,7 @@ def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) 
 
 @contextmanager
 def of_data(data: str | None) -> Iterator[None]:
-    """What is wrong with a batch is told with the name of the data."""
+    """An error about a batch gets the name of the data."""
     try:
         yield
     except CalibrationError as error:
@@ -64,7 +65,7 @@ def load_quantized(run: Run, model: Any, batches: list[Any]) -> Any:
 
 
 def describe(run: Run, qmodel: Any, example: Any) -> dict[str, Any]:
-    """What the report reads: every op, histograms of what is rounded, the graph."""
+    """Write the files that the report reads: every op, histograms of the rounded values, the graph."""
     from sparsebit.cli.runs.facts import graph_of, histograms_of
 
     with status("looking at every layer"):
@@ -93,7 +94,7 @@ def layers_of(qmodel: Any, example: Any) -> dict[str, Any]:
 
 # -- pruned models ---------------------------------------------------------------------------------------
 def save_pruned(run: Run, small: Any) -> None:
-    """plan.json says which channels stay (structured only), the weights are as they are afterwards."""
+    """plan.json has the channels that are kept (structured pruning only). The weights are those after pruning."""
     from safetensors.torch import save
 
     from sparsebit.utils.files import write_whole
@@ -208,7 +209,7 @@ def certificate_lines(report: Any) -> list[str]:
 
 
 def refresh_report(folder: Path) -> None:
-    """report.html of a run, with what is there now."""
+    """Write report.html of a run from the files that it has now."""
     from sparsebit.report import render
     from sparsebit.utils.files import write_whole
 
@@ -216,7 +217,7 @@ def refresh_report(folder: Path) -> None:
 
 
 def check_onnx(path: Path) -> None:
-    """A file that onnx cannot read, said in one line."""
+    """The error of a file that onnx cannot read, in one line."""
     import onnx
 
     try:

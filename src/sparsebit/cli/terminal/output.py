@@ -18,11 +18,11 @@ class InputError(SparsebitError, ValueError):
 
 
 class Interrupted(Exception):
-    """Ctrl-C in something that can go on; the message says how."""
+    """Ctrl-C in a run that can be resumed; the message explains how."""
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The message of somebody else's exception, on one line."""
+    """The message of a foreign exception, on one line."""
     text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

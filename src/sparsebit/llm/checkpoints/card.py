@@ -1,4 +1,4 @@
-"""README.md of an output folder: what it is, how it was made, how large it is, and who runs it."""
+"""README.md of an output folder: it describes the checkpoint, its settings, its size, and the programs that run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CARD = "README.md"
 
 
 def write_card(report: Report, run: dict[str, Any], config: dict[str, Any]) -> None:
-    """`run` is what was asked for."""
+    """`run` holds the settings of the user."""
     lines = [*_head(report, config), *_sizes(report), *_quality(report), *_recipe(run), *_readers(report)]
     write_whole(report.folder / CARD, ("\n".join(lines) + "\n").encode())
 

@@ -80,7 +80,7 @@ def _unfold(model: nn.Module, names: Names, keys: list[str]) -> None:
                 lambda name, shape, owner=owner: names.parts[f"{owner}.{name}"],  # type: ignore[misc]
             )
     for path in owners:
-        with contextlib.suppress(AttributeError):  # said better where the layer is looked for
+        with contextlib.suppress(AttributeError):  # the search for the layer gives the clearer message
             turn(model.get_submodule(path))
 
 

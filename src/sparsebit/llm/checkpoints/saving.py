@@ -1,6 +1,6 @@
-"""save_pretrained of a model that `llm.load` made: its own format again, with the codes and scales that it has now.
+"""save_pretrained of a model that `llm.load` made: the same format, with the current codes and scales.
 
-transformers' own method would write the buffers of packed layers, which nobody reads.
+The method of transformers would write the buffers of packed layers, which no program reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsebit.llm.models.sources import read_tensors, tensor_files, tied_names
 from sparsebit.utils.files import write_whole
 
 INDEX = "model.safetensors.index.json"
-OWN = ("packed", "scales", "zeros", "g_idx")  # buffers of a packed layer; its bias is stored as it is
+OWN = ("packed", "scales", "zeros", "g_idx")  # buffers of a packed layer; its bias is stored unchanged
 
 
 @dataclass(frozen=True)

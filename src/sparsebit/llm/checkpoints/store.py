@@ -1,7 +1,7 @@
-"""A checkpoint that grows block by block; every file is there as a whole or not at all, so a killed run goes on.
+"""A checkpoint that grows block by block. A file is complete or absent, so a killed run can be resumed.
 
-One safetensors file per block, one for the rest, an index, config.json, and run.json, which says what is being made:
-a folder never mixes two runs.
+One safetensors file per block, one for the rest, an index, config.json, and run.json, which names the settings of the
+run: a folder never mixes two runs.
 """
 
 from __future__ import annotations

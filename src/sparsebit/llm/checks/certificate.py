@@ -56,7 +56,7 @@ class Certificate:
                 f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
                 "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
             )
-        if reason and not grids.force:  # the last choice says most: it is the one that readers could unpack
+        if reason and not grids.force:  # the last choice is the best witness: readers could unpack it
             raise ConfigError(_refused(reader, reason, tried[-1][2]))
         specs, self.plan, self.verdicts = tried[0]
         job.specs.update(specs)
@@ -103,7 +103,7 @@ class Certificate:
 
 
 def verdicts_on(plan: Plan) -> dict[str, Verdict]:
-    """What each reader says."""
+    """The answer of each reader."""
     return {reader.TYPE: reader().judge(plan) for reader in READERS.values() if plan.format in reader.formats}
 
 
@@ -115,7 +115,7 @@ def refusal(reader: Reader, verdicts: Mapping[str, Verdict]) -> str:
 
 
 def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> str:
-    """What is said in place of a run, with what to do."""
+    """The message in place of a run, with the remedy."""
     others = {name: verdict.reason for name, verdict in verdicts.items() if name != reader.TYPE}
     fit = [name for name, why in others.items() if not why]
     also = "; ".join(f"{name}: {why}" for name, why in others.items() if why)
@@ -157,7 +157,8 @@ def certify(
 
 
 def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
-    """What is tried: a few tokens of the first batch; of other inputs the whole batch, which cannot be cut blindly."""
+    """The input of the trial: a few tokens of the first batch. Other inputs cannot be cut safely, so the whole batch is
+    taken."""
     args, kwargs = Call.of(batch, signature_of(model))
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}

@@ -48,7 +48,7 @@ def _run(model: nn.Module, inputs: Inputs) -> set[str] | None:
     ]
     try:
         model(**inputs)
-    except Exception:  # these are guesses: whatever a model says of them, it does not take them
+    except Exception:  # these are guesses: any error of the model means that it does not take them
         return None
     finally:
         for hook in hooks:
@@ -185,7 +185,7 @@ def _sounds(config: Any, takes: set[str]) -> Iterator[Inputs]:
                 yield {name: _random(1, FRAMES, bins)}
 
 
-# -- what a config says ---------------------------------------------------------------------------------------
+# -- sizes that a config names ---------------------------------------------------------------------------------------
 def _part(config: Any, *names: str) -> Any:
     """Of a part of the model; of the whole one where it has no such part."""
     found = (getattr(config, name, None) for name in names)
@@ -203,7 +203,7 @@ def _number(config: Any, *names: str) -> int:
 
 
 def _sizes(value: Any) -> tuple[int, int]:
-    """Height and width; 0 where nothing is said."""
+    """Height and width; 0 where the config has none."""
     if isinstance(value, dict):
         value = [value.get("height", 0), value.get("width", 0)]
     if isinstance(value, (list, tuple)):

@@ -14,7 +14,7 @@ from sparsebit.errors import ConfigError
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int = 1) -> float:
-    """Of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n) as they are.
+    """Of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n), which stay whole.
 
     A window starts without context, and its first token is not predicted; a rest shorter than a window counts too.
     """

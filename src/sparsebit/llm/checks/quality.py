@@ -31,7 +31,7 @@ WORSE, APART = (
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one run; `apart` says that nothing was fitted on these tokens."""
+    """The quality of one run. `apart` is True if no layer was fitted on these tokens."""
 
     tokens: int
     before: float  # perplexity of the float model
@@ -75,7 +75,7 @@ def quality_of(facts: Mapping[str, Any]) -> Quality:
 
 
 def advice(run: Mapping[str, Any]) -> str:
-    """What to do about a collapse; `run` is what was asked for."""
+    """The remedies for a collapse; `run` holds the settings of the user."""
     bits = run["bits"]
     method = METHODS.get(run["method"])  # None: a plug-in that is not registered any more
     if method is not None and method.prunes:

@@ -1,6 +1,6 @@
 """The GPTQ layout of AutoGPTQ and GPTQModel: qweight (words of inputs, outputs), qzeros (groups, words of outputs),
 scales (groups, outputs), g_idx (inputs). Version 1 stores zero - 1; readers disagree about a zero of 0 there, so
-asymmetric grids, which have such zeros, are written as version 2 (zeros as they are).
+asymmetric grids, which have such zeros, are written as version 2, which stores the zero itself.
 """
 
 from __future__ import annotations

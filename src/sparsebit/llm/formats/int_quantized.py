@@ -1,4 +1,5 @@
-"""compressed-tensors, `int-quantized`: int8 weights as they are, activations rounded per token at run time (W8A8)."""
+"""compressed-tensors, `int-quantized`: int8 weights, one code per byte, and activations rounded per token at run time
+(W8A8)."""
 
 from __future__ import annotations
 

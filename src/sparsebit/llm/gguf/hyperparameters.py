@@ -1,4 +1,4 @@
-"""What a config says, under llama.cpp's keys; and what a config must not say, because llama.cpp runs it otherwise."""
+"""The values of a config under llama.cpp's keys, and values that are refused because llama.cpp computes differently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def context(config: Any) -> int:
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if getattr(config, name, None):
             return int(getattr(config, name))
-    return 2048  # BLOOM says none; its positions have no limit
+    return 2048  # BLOOM has no such key; its positions have no limit
 
 
 def inner_size(config: Any) -> int:
@@ -64,7 +64,7 @@ def layer_norm(config: Any) -> dict[str, Any]:
 
 
 def one_head_each(config: Any) -> dict[str, Any]:
-    """No heads are shared, whatever else the config says."""
+    """No heads are shared, even if another key of the config differs."""
     return {"attention.head_count_kv": config.num_attention_heads}
 
 

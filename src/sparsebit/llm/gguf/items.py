@@ -1,4 +1,4 @@
-"""The tensors of a model as they are written: each is read only when its turn comes.
+"""The tensors of a model in the order of the file: each is read only when it is written.
 
 An item is a float tensor, a packed layer, or a stack of either (the experts of a mixture). Matrices are
 (outputs, inputs).
@@ -38,7 +38,7 @@ class Item:
         return self.shape[-2] if len(self.shape) > 1 else self.shape[0]
 
     def rows(self, order: Tensor) -> Item:
-        """Some of the outputs, in an order of their own."""
+        """Some of the outputs, in a new order."""
         shape = (*self.shape[:-2], len(order), self.shape[-1]) if len(self.shape) > 1 else (len(order),)
         return self._then(shape, lambda value: take_rows(value, order))
 

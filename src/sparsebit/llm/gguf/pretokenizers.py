@@ -114,12 +114,12 @@ def _pre_tokenizer(told: dict[str, Any] | None) -> Any:
 
 
 def cut_of(way: tuple[str, ...]) -> Any:
-    """A pre-tokenizer that cuts as a row of the table says."""
+    """A pre-tokenizer that cuts by a row of the table."""
     return _pre_tokenizer(_told(way))
 
 
 def _told(steps: tuple[str, ...]) -> dict[str, Any]:
-    """A row of the table as tokenizer.json says it."""
+    """A row of the table in the form of tokenizer.json."""
     found: list[dict[str, Any]] = []
     for step in steps:
         if step == DIGITS:

@@ -47,7 +47,7 @@ def without_tokens(rows: int) -> Vocabulary:
 
 
 def open_tokenizer(where: Any) -> Any:
-    """A tokenizer of transformers, from its folder; one that is loaded already stays as it is."""
+    """A tokenizer of transformers, from its folder; a loaded one is returned unchanged."""
     if hasattr(where, "backend_tokenizer"):
         return where
     folder = Path(where)

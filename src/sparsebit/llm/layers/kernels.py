@@ -1,6 +1,6 @@
 """Calls of the native kernels (quant_linear.c): few rows times a packed weight, and the packed weight as floats.
 
-They read the packed words as they are stored, so a layer has one copy of its weight. The library is built when a
+They read the packed words in their stored form, so a layer has one copy of its weight. The library is built when a
 packed layer runs for the first time; SPARSEBIT_NATIVE=0 or `numeric.kernels.use_native(False)` switch it off.
 """
 

@@ -2,7 +2,8 @@
 kernel, on GPUs by a Triton kernel; for many rows the weight is dequantized, piece by piece. Without a C compiler:
 torch's int4 kernel, or the whole weight is dequantized, used and dropped.
 
-It trains what lies before it and adapters on top (PEFT): the gradient of its input is made from the packed weight
+Layers before it and adapters on top of it (PEFT) can be trained: the gradient of its input is made from the packed
+weight
 again, and no float copy waits for the backward pass.
 """
 
@@ -135,7 +136,7 @@ class QuantLinear(nn.Linear):
         return {**self.__dict__, "_kernel": None, "_native": None}  # addresses: not for copies
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """`.to(dtype)` says in what is computed; the grid stays as the solver chose it."""
+        """`.to(dtype)` changes the type of the computation; the grid stays that of the solver."""
         scales = self.scales
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:

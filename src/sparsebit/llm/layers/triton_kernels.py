@@ -1,7 +1,7 @@
 """Packed weights on GPUs: rows times a packed weight, and the packed weight as floats, as Triton kernels.
 
 Imported only for CUDA tensors where triton is installed (or by tests, with TRITON_INTERPRET=1). They read the words of
-QuantLinear as they are: a code of b bits starts at bit b * k of its row, and one of 3 bits may lie in two words.
+QuantLinear: a code of b bits starts at bit b * k of its row, and one of 3 bits may lie in two words.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Layout:
 
     towers: tuple[Tower, ...]  # that are quantized
     kept: tuple[tuple[str, int], ...]  # matrices that stay float: name, number of weights
-    other: str = ""  # layers that are no Linear: what is done with them
+    other: str = ""  # layers that are no Linear, and their treatment
     left: tuple[Tower, ...] = ()  # that stay float
 
     @cached_property
@@ -104,7 +104,7 @@ def find_blocks(
             else the one that makes words.
     """
     if path is not None and towers is not None:
-        raise ConfigError("blocks and towers: both say what is quantized; give one of them")
+        raise ConfigError("blocks and towers: both choose the layers that are quantized; give one of them")
     names = Names(model)
     found = [_tower(model, path, names)] if path is not None else find_towers(model, names)
     chosen = _chosen(model, found, towers)
@@ -124,7 +124,8 @@ def find_blocks(
 
 
 def find_towers(model: nn.Module, names: Names) -> list[Tower]:
-    """Every list of blocks, in the order of the module tree; the largest first of all decides what lies in it."""
+    """Every list of blocks, in the order of the module tree. The largest list is found first and claims the modules
+    inside it."""
     lists = _lists(model)
     known = {name: _weights(module) for name, module in lists.items()}
     largest = max(

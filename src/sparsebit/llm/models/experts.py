@@ -21,7 +21,7 @@ from sparsebit.errors import SparsebitError
 
 @dataclass(frozen=True)
 class Part:
-    """Some outputs of one expert of a stack, as a layer of their own."""
+    """Some outputs of one expert of a stack, as a separate layer."""
 
     expert: int
     layer: str  # below the module that owns the stack: "0.up_proj"
@@ -68,7 +68,7 @@ class _Routed:
 
 
 def layer_sizes(block: nn.Module, naming: Naming = own_parts) -> dict[str, int]:
-    """Every layer of a block that is quantized, as it is called once unfolded, and its number of weights."""
+    """Every layer of a block that is quantized: its name after unfolding, and its number of weights."""
     found = {}
     for name, module in block.named_modules():
         if is_linear(module) or is_conv1d(module):

@@ -39,7 +39,7 @@ class Plan:
     extra: list[str]  # keys of the files that the model has no place for
 
     def renamed(self) -> dict[str, str]:
-        """Tensors of the model that the files have as they are, and their keys there."""
+        """Tensors of the model that the files have unchanged, and their keys there."""
         return {name: entry.keys[0] for name, entry in self.entries.items() if entry.how is None}
 
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
@@ -72,7 +72,7 @@ class Names:
         return self._renamed(key)[0]
 
     def layer(self, key: str) -> str:
-        """The layer that a name of the files without its last part belongs to, as it is called once unfolded."""
+        """The layer of a name in the files (without its last part), under the name that it has after unfolding."""
         if key in self.layers:
             return self.layers[key]
         found = self.tensor(f"{key}.weight")
@@ -137,7 +137,7 @@ class Names:
         return key.removesuffix(".weight")
 
     def to_files(self, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Tensors of the model, and what is stored for its `packed` layers, under the names of the files."""
+        """Tensors of the model and the stored tensors of its `packed` layers, under the names of the files."""
         layers, found, others = {*packed, *self.layer_files}, {}, {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
@@ -171,7 +171,8 @@ class Names:
         return out
 
     def _name_experts(self, stack: str, tensor: Tensor) -> None:
-        """The layers of a stack. Rows are numbered and sent through the recipe: what arrives says who has them."""
+        """The layers of a stack. Rows are numbered and sent through the recipe: the numbers that arrive show which
+        layer has them."""
         owner, experts, rows = stack.rpartition(".")[0], tensor.shape[0], tensor.shape[1]
         numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
@@ -236,7 +237,7 @@ def _conversions(model: Any, reading: bool) -> list[Any]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
-    except ImportError:  # names are then compared as they are, and what does not fit is refused
+    except ImportError:  # names are then compared without a change, and a mismatch is refused
         return []
     if reading:
         return list(get_model_conversion_mapping(model))

@@ -92,7 +92,7 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     if found is None:
         raise ConfigError(
             f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
-            "does not have; models with code of their own are loaded by you and passed as a module"
+            "does not have; load a model that brings its own code yourself, and pass it as a module"
         )
     return found
 
@@ -119,7 +119,8 @@ def first_line(error: BaseException) -> str:
 
 
 def make_up(model: Any, names: list[str]) -> list[str]:
-    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; says which."""
+    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; returns their
+    names."""
     patterns = [
         pattern
         for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
@@ -134,7 +135,7 @@ def make_up(model: Any, names: list[str]) -> list[str]:
 
 
 def tie_weights(model: Any, there: set[str] | None = None) -> None:
-    """transformers' own way to make tied weights one again; `there` are those that came from files.
+    """transformers' own way to make tied weights one again; `there` holds the names that came from files.
 
     Two that should be one, but are in the files with different values, stay two, and the config says so.
     """

@@ -1,6 +1,6 @@
 """Where the float weights come from: a model in memory, or the safetensors of a folder, read block by block.
 
-Either way the caller gets blocks of its own; the user's model is never written to.
+In both cases the caller gets copies of the blocks; the user's model is never changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InMemory:
                     yield parameter.flatten(0, -2)[:1].detach()
 
     def rest(self) -> dict[str, Tensor]:
-        """What lies outside the blocks, under the names of the files; of tied weights one."""
+        """The tensors outside the blocks, under the names of the files; one of each pair of tied weights."""
         tied = tied_names(self.model)
         state = {
             n: t for n, t in self.model.state_dict().items() if not self.layout.inside(n) and n not in tied
@@ -72,7 +72,7 @@ class InMemory:
         return self.names.to_files({name: t.detach().contiguous() for name, t in state.items()})
 
     def extras(self) -> dict[str, Tensor]:
-        """What the model has no place for, as it is."""
+        """Tensors of the files that have no place in the model, unchanged."""
         return {}
 
 
@@ -196,7 +196,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; one that is missing, cut short or not what the index says is named."""
+    """A safetensors file. The error names a file that is missing, cut short, or different from the index."""
     from safetensors import SafetensorError, safe_open
 
     try:

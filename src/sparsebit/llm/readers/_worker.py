@@ -5,7 +5,7 @@
 
 `extra` are tensors that had no place in the float model either.
 
-It ends when its input ends, or when nobody asked for a while, so that it does not hold memory during a long run.
+It ends when its input ends, or after some time without a question, so that it does not hold memory during a long run.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def probe(torch, transformers, ask):
 
 @contextlib.contextmanager
 def still_packed():
-    """Layers stay packed after loading; compressed-tensors does not unpack what has no memory."""
+    """Layers stay packed after loading; compressed-tensors does not unpack tensors without memory."""
     try:
         from compressed_tensors.compressors import ModelCompressor
     except ImportError:  # a format that does not need it

@@ -55,7 +55,7 @@ class Transformers(Reader):
             return Verdict(unknown=str(error))
 
     def _try(self, plan: Plan) -> Verdict:
-        """As it is; then unpacked at loading, where that gives the same weights."""
+        """First packed; then unpacked at loading, if that gives the same weights."""
         about = plan.config.get("quantization_config", {})
         unpacks = plan.format in ("compressed-tensors", "turned") and _one_scheme(plan)
         reason = "" if about.get("dequantize") else probe(plan)
@@ -124,7 +124,7 @@ def version_of(package: str) -> str:
 
 
 def _refusal(plan: Plan) -> str:
-    """What is known without asking."""
+    """The facts that are known without a process."""
     experts = {layer.spec for layer in plan.layers.values() if layer.expert}
     if plan.format == "gptq":
         return "its experts are one tensor, which optimum does not pack" if experts else ""

@@ -2,7 +2,7 @@
 
     stage = cut(model, rank, ranks)     # then PipelineStage(stage, rank, ranks, device), Schedule1F1B(...)
 
-The other blocks lose their weights and pass the hidden state on, so that names stay what they were.
+The other blocks lose their weights and return the hidden state unchanged, so that all names stay the same.
 """
 
 from __future__ import annotations

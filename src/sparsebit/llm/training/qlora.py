@@ -53,8 +53,8 @@ def merge(model: Any, into: str = "float") -> Merged:
     """Adapters become part of the weights; like PEFT's merge_and_unload this uses up `model`.
 
     into="float"  all packed layers become float Linear layers: an ordinary model, for `save_pretrained`; exact.
-    into="grid"   they stay packed, with the same bits and groups, for `save`; NF4 layers become NF4 again. Rounding
-                  may cost more than a small adapter says: the errors tell. Quantizing the float result with data
+    into="grid"   they stay packed, with the same bits and groups, for `save`; NF4 layers become NF4 again. Rounding may
+    cost more than a small adapter gains: the returned errors show it. Quantizing the float result with data
                   (llm.quantize) loses less.
     """
     if into not in ("float", "grid"):

@@ -1,8 +1,8 @@
 """A model whose residual stream is rotated: h Q instead of h, with the same outputs (QuaRot, SpinQuant, 2024).
 
 Gains of norms move into the layers that read them; then readers get W Q, writers Q^T W, embeddings E Q. That holds for
-RMSNorm alone, which only sees the length of h. Every block and what lies around them are run both ways: what does
-not give the same is refused.
+RMSNorm alone, which only sees the length of h. Every block, and the rest of the model, runs both ways: a different
+output is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rotated(InMemory):
         self.q = self._rotate_outside()
 
     def prove(self, captured: Captured, batches: Any) -> None:
-        """Compares what lies outside the blocks; from here on, blocks are compared when they are made."""
+        """Compares the layers outside the blocks. Each block is compared when it is made."""
         self.calls, self.hidden = [calls[:1] for calls in captured.calls], captured.hidden[0]
         batch = next(iter(as_iterable(batches)))
         first = self.inner.block(0)
@@ -110,7 +110,7 @@ class Rotated(InMemory):
 
 @torch.no_grad()
 def rotate_block(block: nn.Module, call: Call, hidden: Tensor, q: Tensor, name: str) -> None:
-    """In place: `hidden` is an input of the block as it is, which shows who reads the stream through which norm."""
+    """Changes the block. Its input `hidden` shows which layer reads the stream through which norm."""
     linears, width = linears_of(block), len(q)
     groups = sharing(Lane(block, [call], [hidden]), linears)
     trial = Trial(block, groups, call, hidden)
@@ -147,12 +147,12 @@ def take_gain(norm: Any, name: str) -> Tensor:
 
 
 def put(module: Any, leaf: str, value: Tensor) -> None:
-    """A parameter of its own, in the dtype of the old one."""
+    """A new parameter, in the dtype of the old one."""
     setattr(module, leaf, nn.Parameter(value.to(getattr(module, leaf).dtype), requires_grad=False))
 
 
 def _outside(model: nn.Module, blocks: nn.ModuleList, batch: Any, first: nn.Module) -> Tensor:
-    """The logits of the model with blocks that hand on what they get."""
+    """The logits of the model with blocks that return their inputs."""
     signature = signature_of(model)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     args, kwargs = ForwardCall.of(batch, signature)

@@ -38,7 +38,7 @@ from sparsebit.numeric.solvers.gptq import Statistics
 from sparsebit.numeric.solvers.smoothquant import round_tokens
 
 log = logging.getLogger("sparsebit")
-TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
+TRIM = 8  # freed memory is returned after this many blocks: to get it again costs time
 
 
 def walk(
@@ -46,7 +46,7 @@ def walk(
 ) -> Iterator[int]:
     """Yields each block's number when it is stored; tower after tower, in the order of running.
 
-    ends  gets what comes out of the towers.
+    ends receives the outputs of the towers.
     """
     if relay is None:
         for t, tower in enumerate(source.layout.towers):
@@ -55,7 +55,7 @@ def walk(
         return
     twin = job.match_float and job.method.twin and relay.fitted > 0
     floats = relay.towers(copies=True, start=0 if twin else relay.fitted)
-    first = next(floats)  # a copy, before the other one changes what they share
+    first = next(floats)  # a copy, before the other one changes their shared tensors
     for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
         yield from _walk_tower(source, _Streams(t, captured, apart, relay.fitted, twin), job, store)
         if ends is not None:
@@ -113,7 +113,7 @@ def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Ite
 
 @contextlib.contextmanager
 def _as_loaded(block: nn.Module, prefix: str, job: Job) -> Iterator[None]:
-    """The block does what it will do when it is loaded: it may round the inputs of its layers, too."""
+    """The block computes as it will after loading: it may also round the inputs of its layers."""
     layers = [m for n, m in linears_of(block).items() if prefix + n in job.specs and job.format.activations]
     hooks = [m.register_forward_pre_hook(lambda _, args: (round_tokens(args[0]), *args[1:])) for m in layers]
     try:
@@ -195,7 +195,8 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
 def _fold_scales(
     lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job, choose: Callable[..., Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Scales that the method chooses, where the block has a place for them; says which layer took them."""
+    """Scales that the method chooses, where the block has a place for them; returns the names of the layers that took
+    them."""
     found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
     scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
     statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}

@@ -1,8 +1,8 @@
-"""How the model calls its blocks: one forward with blocks that only write down what they get.
+"""How the model calls its blocks: one forward with blocks that only record their arguments.
 
 The hidden state that enters the first block is kept, and for every block the other arguments (masks, positions), so
 that blocks can be run one at a time, without the model around them. Towers that are done already (an encoder, when it
-is the decoder's turn) hand out what they gave.
+is the decoder's turn) return their recorded outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIDDEN = ("hidden_states", "x", "hidden", "input")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one block for one batch, with a hole where the hidden state goes."""
+    """The arguments of one block for one batch, with a hole in the place of the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -72,7 +72,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 class _Enough(Exception):
-    """The last block has been reached: what follows, such as a large head, need not run."""
+    """The last block has been reached: the layers behind it, such as a large head, need not run."""
 
 
 class Captured:
@@ -82,14 +82,14 @@ class Captured:
         self.hidden: Any = [] if spill is None else Spilled(spill)  # a list of tensors, or one on disk
         self.calls: list[list[Call]] = [[] for _ in range(blocks)]
         self.wraps: list[Wrap] = []  # of each batch: how a block returns the hidden state
-        self.needed: set[int] = set()  # blocks whose outputs somebody else reads, beside the next block
+        self.needed: set[int] = set()  # blocks whose outputs have another reader than the next block
         self.inner: dict[int, Any] = {}  # those outputs
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def copy(self, start: int = 0) -> Captured:
-        """With hidden states of its own, of the batches from `start` on."""
+        """A copy for the batches from `start` on, with separate hidden states."""
         other = Captured(len(self.calls))
         other.hidden = self.hidden[start:] if start else copied(self.hidden)
         other.calls, other.wraps = [calls[start:] for calls in self.calls], self.wraps[start:]
@@ -104,7 +104,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Replay:
-    """A tower that is done: its blocks, and what they give to others, batch by batch."""
+    """A finished tower: its blocks, and the outputs that other towers read, batch by batch."""
 
     blocks: Sequence[nn.Module]
     outputs: dict[int, Any]
@@ -131,7 +131,8 @@ def capture(
     spill: Path | None = None,
     before: Sequence[Replay] = (),
 ) -> Captured:
-    """Runs what lies before and between the blocks; `first` is a copy of the first block, to see what blocks return.
+    """Runs the layers before and between the blocks. `first` is a copy of the first block; it shows the form of the
+    outputs.
 
     spill   a folder for the hidden states.
     before  towers that are done.

@@ -1,4 +1,4 @@
-"""Calibration data before any work: what cannot work is refused, padding is cut away, a part is held back.
+"""Calibration data before any work: unusable data is refused, padding is cut away, a part is held back.
 
 The part that is held back is never fitted on; when all blocks are done, the whole model is measured on it.
 """
@@ -23,7 +23,7 @@ from sparsebit.graph.run.signature import signature_of
 log = logging.getLogger("sparsebit")
 ONE_IN = 16  # sequences are held back: one of so many,
 MOST = 16  # at most so many,
-FEWEST = 8  # and none where there are fewer; then the model is measured on what it was fitted on
+FEWEST = 8  # and none where there are fewer; then the model is measured on the tokens that it was fitted on
 LEAST_TOKENS = 16
 PER_INPUTS = 8  # a layer wants at least one token for so many of its inputs
 PADDING = (
@@ -160,7 +160,7 @@ def _count(batches: list[Any], takes: inspect.Signature) -> int | None:
     return max(totals.values(), default=None)
 
 
-# -- what cannot work ----------------------------------------------------------------------------------------
+# -- unusable data ----------------------------------------------------------------------------------------
 def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None:
     for name, ids in tokens_of(named(batch, takes) or {}).items():
         if not ids.numel():

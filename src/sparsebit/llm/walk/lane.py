@@ -1,8 +1,8 @@
-"""A block on all batches that stops at a layer and goes on later, without running again what it has run.
+"""A block on all batches that stops at a layer and continues later, without running finished layers again.
 
-A forward cannot be left in its middle, so it starts anew; but modules that are done, with weights that are settled,
-hand out the outputs they gave. That only saves time: outputs that are not kept (ROOM is full, or somebody wrote into
-them) are made again, with the same values.
+A forward cannot stop in its middle, so it starts again. But finished modules, whose weights no longer change, return
+their kept outputs. That only saves time: outputs that are not kept (ROOM is full, or other code wrote into them) are
+made again, with the same values.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Lane:
 
 
 def _version(tensor: Tensor) -> int:
-    """Rises when somebody writes into it; tensors of inference mode do not count."""
+    """A number that rises with every write into the tensor; tensors of inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 

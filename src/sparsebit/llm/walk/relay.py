@@ -102,7 +102,7 @@ def start_of(source: InMemory, tower: Tower) -> int:
 
 
 class Ends:
-    """What comes out of the towers for the held-back batches, in both models."""
+    """The outputs of the towers for the held-back batches, in both models."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -127,7 +127,7 @@ class _Enough(Exception):
 
 
 class _Survey:
-    """One batch through the model with blocks that hand on what they get."""
+    """One batch through the model with blocks that return their inputs."""
 
     def __init__(self, source: InMemory, batch: Any) -> None:
         self.source, self.batch = source, batch

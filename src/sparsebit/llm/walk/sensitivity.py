@@ -1,4 +1,4 @@
-"""What each layer would cost at each width: the change of its block's output when that layer alone is quantized.
+"""The cost of each layer at each width: the change of its block's output when that layer alone is quantized.
 
 Squared error over squared output, token by token, because the norm that follows divides by the token's size (and a
 few tokens are a thousand times larger than the others).
@@ -46,7 +46,7 @@ def _of_block(
     job: Job,
     candidates: tuple[int, ...],
 ) -> Iterator[tuple[str, int, dict[int, float]]]:
-    """One block; `hidden` is then what it gives. Of its batches, the first ones are fitted on."""
+    """Measures one block. Afterwards `hidden` is its output. Only the first batches are used for fitting."""
     hidden, fitted = inputs
     block, prefix = source.block(i), source.layout.prefix(i)
     linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}

@@ -1,4 +1,4 @@
-"""One layer: its codes or zeros, and what the report says about it."""
+"""One layer: its codes or zeros, and its entry in the report."""
 
 from __future__ import annotations
 

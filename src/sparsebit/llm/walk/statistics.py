@@ -32,7 +32,7 @@ def sharing(lane: Lane, names: Iterable[str]) -> list[list[str]]:
             readers.append(name)
     groups = [list(dict.fromkeys(readers)) for _, readers in seen]
     flat = [name for group in groups for name in group]
-    if len(set(flat)) < len(flat):  # a layer that runs twice in one forward shares with nobody
+    if len(set(flat)) < len(flat):  # a layer that runs twice in one forward shares no statistics
         groups = [[name] for name in dict.fromkeys(flat)]
     return groups + [[name] for name in names if name not in flat]
 
@@ -70,7 +70,7 @@ def collect(
             largest[name] = torch.maximum(largest.get(name, top), top)
         if right.get(name) and name not in routed:
             other = right[name].pop(0)
-            if len(other) != len(rows):  # other tokens: there is no difference to speak of
+            if len(other) != len(rows):  # other tokens: a difference has no meaning
                 narrow.discard(name)
                 aims.pop(name, None)
             elif name in narrow:
@@ -94,7 +94,7 @@ def collect(
 
 
 def _narrow(block: nn.Module, group: list[str]) -> bool:
-    """Whether the outputs of a layer, which nobody else shares its input with, are fewer than its inputs."""
+    """True if a layer has fewer outputs than inputs, and no other layer shares its input."""
     layer: Any = block.get_submodule(group[0])
     return len(group) == 1 and layer.out_features < layer.in_features
 
@@ -104,7 +104,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _add_square(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """x^T x, in strips from the diagonal to the right: what lies below is the same."""
+    """x^T x, in strips from the diagonal to the right: the part below the diagonal is the same."""
     if name not in sums:
         sums[name] = x.new_zeros(x.shape[1], x.shape[1])
     for start in range(0, x.shape[1], STRIP):

@@ -48,7 +48,7 @@ def load_library(source: Path, extra: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def _build(source: Path, compiler: str, flags: list[str]) -> Path:
-    """Compile into the cache, atomically; a library that is there already is used as it is."""
+    """Compile into the cache, atomically; an existing library is used."""
     key = hashlib.sha256(source.read_bytes() + repr((flags, platform.machine(), _cpu())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsebit"
     file = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"

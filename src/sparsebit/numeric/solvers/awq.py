@@ -102,7 +102,7 @@ def _rounded(
 
 
 def tied(s: Tensor, tie: Tensor | None) -> Tensor:
-    """Around 1 (geometric mean of the ends), in a range that no dtype minds, one value for what is tied together."""
+    """Scales around 1 (geometric mean of the ends), in the range of every dtype, with one value for tied channels."""
     s = s.clamp(min=1e-4)
     s = (s / (s.max() * s.min()).sqrt()).clamp(1e-3, 1e3)
     if tie is None:

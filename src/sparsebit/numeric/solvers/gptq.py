@@ -80,7 +80,7 @@ def gptq(
 
     act_order      columns with the largest inputs first.
     static_groups  groups are runs of inputs with grids known in advance; else, with act_order, groups follow the
-                   order of the columns, and `g_idx` says which input is in which.
+                   order of the columns, and `g_idx` holds the group of each input.
     refine         so many rounds of coordinate descent on the codes and least squares on the scales.
 
     Row by row never worse than rounding to nearest on the same kind of grid, in the damped error on the outputs.

@@ -50,7 +50,7 @@ def _fit(
     """Scales and zeros (rows, groups) of w (rows, groups, group); `real` is 0 where a group is filled up."""
     begin = [part.float()[..., None] for part in fit_grid(w, real, spec, "minmax", scale_dtype)]
     best, least = (begin[0], begin[1]), torch.full_like(begin[0], float("inf"))
-    for sign in signs_of(spec):  # a sign stays what it is
+    for sign in signs_of(spec):  # a sign is not changed
         scale, zero = begin[0] * sign, begin[1]
         for i in range(rounds + 1):
             codes = round_to(w, scale, zero, spec.bits)

@@ -121,10 +121,10 @@ def _tries(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype)
 
 
 def signs_of(spec: QuantSpec) -> tuple[int, ...]:
-    """Of the scales of a grid.
+    """The sign of each scale of a grid.
 
     A symmetric grid has one level more below 0 than above. With a negative scale that level is above 0, where a group
-    may need it. At 2 bits it is one of four levels; at 8 bits nobody would see it. Readers multiply as ever.
+    may need it. At 2 bits it is one of four levels; at 8 bits it makes no difference. Readers multiply as usual.
     """
     return (1, -1) if spec.symmetric and spec.bits <= SIGNED else (1,)
 

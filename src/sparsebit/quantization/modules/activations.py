@@ -22,7 +22,7 @@ class _Clip(QuantOpr):
 
 
 class _Clip6(QuantOpr):
-    """ReLU6. Once `equalize` has scaled the channels, each has an upper bound of its own."""
+    """ReLU6. Once `equalize` has scaled the channels, each channel has a different upper bound."""
 
     cap: Tensor | None
 
@@ -43,8 +43,9 @@ class _Clip6(QuantOpr):
 
 
 class _Softmax(QuantOpr):
-    """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid: what lies `SPAN` below the
-    largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether has
+    """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid. A value that is `SPAN` below
+    the largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether
+    has
     equal values, which any grid keeps equal."""
 
     SPAN = 16.0

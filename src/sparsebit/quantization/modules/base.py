@@ -43,7 +43,7 @@ def register_qmodule(sources: Any) -> Callable[[M], M]:
 
 
 class Computed:
-    """An attribute that is computed when it is read, unless the object has a value of its own under that name."""
+    """An attribute that is computed when it is read, unless the object stores a value under that name."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self.function = function
@@ -302,7 +302,7 @@ class MultipleInputsQuantOpr(Opr):
         return len(values)
 
     def operands_of(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are quantized; `node` itself tells which arguments of the call they are."""
+        """The inputs that are quantized; `operands` names the arguments of the call."""
         if not self.operands:
             return inputs_of(node)
         found = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in self.operands)

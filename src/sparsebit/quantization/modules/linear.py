@@ -44,7 +44,7 @@ class QLinear(QuantOpr, nn.Linear):
 
 @register_qmodule(sources=[nn.Bilinear])
 class QBilinear(QuantOpr, nn.Bilinear):
-    """Each of the two inputs has a grid of its own; `second` carries that of `input2`."""
+    """The two inputs have separate grids; `second` carries that of `input2`."""
 
     input_axis = -1
     input_name = "input1"

@@ -113,7 +113,7 @@ class QAdd(MultipleInputsQuantOpr):
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum that is added in float
-        anyway, because somebody reads it in float; but a convolution is integer only if its output is quantized.
+        anyway, because a reader needs it in float; but a convolution is integer only if its output is quantized.
         """
         if feeds_softmax(node, model):
             self.why_float = "the softmax behind it quantizes the sum"
@@ -159,10 +159,10 @@ def is_float_sum(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
 
 
 def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
-    """Does a norm, also one that is written by hand, read the value, as it is or moved around?
+    """Does a norm, also one that is written by hand, read the value, directly or through ops that only move it?
 
-    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs
-    10 dB (class tokens), and no runtime adds in integers what it must hand on in float.
+    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs 10
+    dB (class tokens), and no runtime adds in integers if the result must be float.
     """
     for user in node.users if depth else ():
         module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
@@ -178,7 +178,8 @@ def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
 def made_by_conv(
     node: fx.Node, gm: fx.GraphModule, between: tuple[type[Any], ...] = (), depth: int = 8
 ) -> bool:
-    """Is the value the output of a convolution, behind what is computed together with it, or moved around?"""
+    """Is the value the output of a convolution, directly, after an op that is fused with it, or through ops that only
+    move it?"""
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, CONVS):
         return True

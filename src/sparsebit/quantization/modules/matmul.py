@@ -1,4 +1,4 @@
-"""Contractions of activations: every factor is quantized; what is only added, and a mask, stays float."""
+"""Contractions of activations: every factor is quantized; a mask, and a value that is only added, stay float."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class _Attention(MultipleInputsQuantOpr):
 
 @register_qmodule(sources=[Experts])
 class QExperts(QuantOpr):
-    """Experts: the weight is (experts * out, in), so that each row has a scale of its own."""
+    """Experts: the weight is (experts * out, in), so that each row has its scale."""
 
     input_axis = -1
 

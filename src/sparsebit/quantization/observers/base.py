@@ -23,7 +23,7 @@ from sparsebit.quantization.common import Backend, Granularity, QuantTarget
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-EXACT_WEIGHT = 2**16  # values per channel that are kept as they are: weights are in memory anyway
+EXACT_WEIGHT = 2**16  # values per channel that are kept without bins: weights are in memory anyway
 
 
 class DataCache:
@@ -60,7 +60,7 @@ class DataCache:
 
 
 class ObserverCache(DataCache):
-    """The cache of one observer: what it is given is kept, and shown to the observer too."""
+    """The cache of one observer: it keeps every value, and shows it to the observer too."""
 
     def __init__(self, observer: Observer):
         self.qdesc, self.observer = observer.qdesc, observer
@@ -285,7 +285,7 @@ class HistogramObserver(Observer):
         self.histogram = None
 
     def bins(self, **options: Any) -> Bins:
-        """What was seen, as bins."""
+        """The observed values, as bins."""
         low, high = self.seen_range()
         if self.histogram is None:  # not with data: update() fills both
             raise CalibrationError("saw no data")

@@ -31,7 +31,7 @@ Pair = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class SoftRounding:
-    """The rounding of one weight while it is learned: `v` says up or down, `gain` changes the length of a step."""
+    """The rounding of one weight while it is learned: `v` decides up or down, `gain` changes the length of a step."""
 
     def __init__(self, weight: Tensor, grid: QParams, qmin: int, qmax: int, axis: int | None):
         self.scale = broadcast(grid.scale.to(weight), weight.dim(), axis)
@@ -149,7 +149,7 @@ class AdaRoundQuantizer(BaseQuantizer):
         self.shift = torch.zeros(0, dtype=torch.int8, device=self.scale.device)
 
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-        self.forget()  # what was learned was for the old grid
+        self.forget()  # the learned rounding belongs to the old grid
         return super()._set_qparams(scale, zero_point)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -62,7 +62,7 @@ class Quantizer(nn.Module):
     )
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
     zero_point: Tensor
-    # Each of these two is True for a class that defines the method, unless the class says False.
+    # Each of these two is True for a class that defines the method, unless the class sets it to False.
     keeps_batches: ClassVar[bool] = False  # calc_qparams() finds all batches in self.observer.data_cache
     broadcasts: ClassVar[bool] = (
         False  # _forward() gets scales that broadcast over x, in place of (channels,)
@@ -95,8 +95,8 @@ class Quantizer(nn.Module):
             Quantizer
         ] = []  # these, itself included, read one value and get one grid (one_grid.py)
         self.known_range: tuple[float, float] | None = None  # whatever calibration sees (known_ranges.py)
-        self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
-        self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
+        self.on_regrid: Callable[[], None] | None = None  # called when set_bit() changes a calibrated grid
+        self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # replaces rounding
         self.unused = False  # calibration showed it no float data: pass values through until the next one
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Quantizer(nn.Module):
         return x
 
     def current_qparams(self) -> QParams:
-        """The grid as it is now, as plain values."""
+        """The present grid, as plain values."""
         scale, zero_point = self._qparams_preprocess(torch.zeros(1, device=self.scale.device))
         scale = scale.detach().reshape(-1).clone()
         return QParams(scale, zero_point.detach().reshape(-1).expand_as(scale).round())
@@ -168,7 +168,7 @@ class Quantizer(nn.Module):
 
     # -- calibration ---------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Forget what was observed; a subclass that keeps sums of its own forgets them here."""
+        """Forget the observed values; a subclass that keeps other sums forgets them here."""
         self.observer.reset()
         self.unused = False
 
@@ -335,7 +335,7 @@ class Quantizer(nn.Module):
         return self.absorbed
 
     def __repr__(self) -> str:
-        """One line: what it is, and the range its codes can hold."""
+        """One line: the kind of quantizer, and the range of its codes."""
         if self.absorbed:
             return f"{self.TYPE}, {'disabled' if self.cfg.quantizer.disable else 'absorbed'}"
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
@@ -386,13 +386,13 @@ class Quantizer(nn.Module):
 
 
 def _applies(cls: type[Quantizer], option: str, method: str) -> bool:
-    """What a class says about `option`; True for a class that defines `method` and says nothing."""
+    """The class attribute `option`; by default True for a class that defines `method`."""
     nearest = next(c for c in cls.__mro__ if option in vars(c) or method in vars(c))
     return bool(vars(nearest).get(option, True))
 
 
 def _over(x: Tensor, p: Tensor, axis: int | None) -> Tensor:
-    """`p` in a shape that broadcasts over `x`; what has several dimensions already does."""
+    """`p` in a shape that broadcasts over `x`; a tensor of several dimensions is returned unchanged."""
     if p.dim() == 1 and (axis is not None or not x.dim()):
         return broadcast(p, x.dim(), axis)
     return p.reshape(-1) if p.numel() == 1 and p.dim() > x.dim() else p

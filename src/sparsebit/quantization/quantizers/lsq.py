@@ -1,7 +1,7 @@
 """LSQ: the scale is learned (Esser et al., Learned Step Size Quantization, ICLR 2020).
 
-Starts where the observer says: mse, unless the config names another. With minmax, which knows nothing of few bits, it
-starts as in the paper, at 2 mean|x| / sqrt(q), q the code farthest from 0. Its gradient is scaled by
+It starts with the scale of the observer: mse, unless the config names another one. minmax is not made for few bits;
+with it, the scale starts as in the paper, at 2 mean|x| / sqrt(q), q the code farthest from 0. Its gradient is scaled by
 1 / sqrt(values * qmax). An affine scheme keeps the zero point of calibration: 0 for the values of a ReLU.
 """
 

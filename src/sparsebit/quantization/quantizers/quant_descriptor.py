@@ -45,7 +45,7 @@ class QuantDescriptor:
 
     @property
     def spec(self) -> QuantSpec:
-        """The grid as it is now; ask again after `set_bit` or `set_symmetric`."""
+        """The present grid; ask again after `set_bit` or `set_symmetric`."""
         if not self.is_perchannel:
             return QuantSpec(self.bit, self.is_symmetric)
         return QuantSpec(self.bit, self.is_symmetric, self._ch_axis, group=self.group)

@@ -1,8 +1,8 @@
 """Reconstruction: learn the rounding of each unit's weights so that its output is that of the float network.
 
 Two lanes walk the graph: the float one gives the targets, the quantized one (`asym`) the inputs, so that a unit also
-makes up for the errors before it (Li et al., BRECQ, 2021). A finished unit can be kept in a folder, where an
-interrupted run goes on.
+compensates the errors before it (Li et al., BRECQ, 2021). A finished unit can be kept in a folder, where an interrupted
+run is resumed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def needs_reconstruction(gm: fx.GraphModule) -> bool:
 
 
 def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
-    """QuantModel.reconstruct: calibrate where nobody has, then reconstruct."""
+    """QuantModel.reconstruct: calibrate if the model is not calibrated, then reconstruct."""
     from sparsebit.graph.run.batches import as_iterable, feed
 
     if not needs_reconstruction(qmodel.model):
@@ -78,7 +78,8 @@ def reconstruct(
     progress: bool | None = None,
 ) -> Errors:
     """Learn the rounding of every adaround weight of a calibrated graph; returns each unit's relative squared error
-    before and after. `w_quant` and `a_quant` say what of the layers before a unit is quantized."""
+    before and after. `w_quant` and `a_quant` choose whether weights and activations of the layers before a unit are
+    quantized."""
     layers = [m for m in gm.modules() if isinstance(m, QuantOpr) and learns_rounding(m)]
     if not layers:
         return {}
@@ -141,7 +142,7 @@ class _Walk:
         self.samples = Samples(unit, self.store, inputs, exact if self.quant_lane else inputs, targets)
 
     def past(self, unit: Unit) -> None:
-        """Over the unit with its weights as they are now."""
+        """Run the unit with its present weights."""
         del self.samples
         if self.quant_lane is not None:
             with quantized(self.gm, unit.nodes, *self.modes):

@@ -159,7 +159,7 @@ class UnitLearning:
         return before / energy, after / energy
 
     def groups(self) -> list[dict[str, Any]]:
-        """What is learned beside the rounding, each with its learning rate."""
+        """The other learned parameters beside the rounding, each with its learning rate."""
         groups: list[dict[str, Any]] = []
         for m in self.unit.layers:
             if m.bias_correction is not None:

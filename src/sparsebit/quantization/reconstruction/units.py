@@ -1,7 +1,8 @@
 """Units of reconstruction: stretches of the graph that are matched to the float network as a whole.
 
-The graph is cut wherever a single value goes on. What lies between two cuts and holds several layers, a residual
-block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck without shortcut); a
+The graph is cut wherever only one value connects its two sides. A stretch between two cuts that holds several layers,
+such as a residual block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck without
+shortcut); a
 stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may have several inputs and
 several outputs.
 """
@@ -25,7 +26,7 @@ Learns = Callable[[QuantOpr], bool]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Consecutive nodes, the layers of them whose rounding is learned here, the values that go in and out."""
+    """Consecutive nodes, those of their layers whose rounding is learned here, the values that enter and leave."""
 
     nodes: tuple[fx.Node, ...]
     layers: tuple[QuantOpr, ...]
@@ -93,7 +94,8 @@ def _pieces(order: list[fx.Node], gm: fx.GraphModule, weighted: set[fx.Node]) ->
 
 
 def _runs(pieces: Iterable[list[fx.Node]], gm: fx.GraphModule, weighted: set[fx.Node]) -> list[list[fx.Node]]:
-    """Pieces put together to units: an absorbed activation goes with what is before it, the rest leads in."""
+    """Join pieces to units: an absorbed activation belongs to the piece before it, any other piece without a layer to
+    the next."""
     ranges: list[list[fx.Node]] = []
     waiting: list[fx.Node] = []
     open_layers = 0  # of the last range, if more layers may join it

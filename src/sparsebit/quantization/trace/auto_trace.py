@@ -31,7 +31,7 @@ def choose_front_end(qmodel: Any, example: Any, by_export: Callable[[], Any]) ->
         return qmodel
     try:
         before = preflight(qmodel, example).totals
-    except Exception as error:  # the example does not run: calibration says it best
+    except Exception as error:  # the example does not run: calibration gives the clearest error
         log.debug("trace: the example does not run: %s", error)
         return qmodel
     counted = _counted(qmodel)
@@ -83,7 +83,7 @@ def _batch_doubled(x: Tensor) -> Tensor:
 
 
 def _length_doubled(x: Tensor) -> Tensor:
-    """Sequences are twice as long; images stay as they are."""
+    """Sequences are twice as long; images keep their size."""
     return torch.cat([x, x], 1) if x.dim() in (2, 3) else x
 
 

@@ -1,4 +1,4 @@
-"""The graph as SVG, without a layout engine: longest-path layers, ordered by the mean place of what they read.
+"""The graph as SVG, without a layout engine: longest-path layers, ordered by the mean place of their inputs.
 
 Networks are mostly chains, so the layers are folded into columns, like the text of a newspaper. Edges to the next
 layer are curves; longer ones swing out to the side, those into another column run through the gutter before it.

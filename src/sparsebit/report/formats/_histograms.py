@@ -1,4 +1,4 @@
-"""Histograms of what is rounded, 64 bars on a logarithmic scale of counts: the tails are what clipping is about."""
+"""Histograms of the rounded values, 64 bars on a logarithmic scale of counts, because clipping concerns the tails."""
 
 from __future__ import annotations
 

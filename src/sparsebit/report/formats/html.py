@@ -177,7 +177,7 @@ def _channels(facts: Facts) -> str:
 
 
 def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
-    """What stays, on top of what there was; the widest layer fills the width."""
+    """Bars of the kept channels over the original ones; the widest layer fills the width."""
     widest = max(before for _, before, _ in pruned)
     cut_most = sorted(pruned, key=lambda row: row[2] - row[1])[:BARS]
     shown = [row for row in pruned if row in cut_most]

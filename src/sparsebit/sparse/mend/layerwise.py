@@ -202,7 +202,7 @@ def _renewable(norm: Any) -> bool:
 
 # -- runs that wait --------------------------------------------------------------------------------------
 class _Paused(Runner):
-    """A graph on one batch that stops in front of a node and goes on later. It keeps only values that are
+    """A graph on one batch that stops in front of a node and continues later. It keeps only values that are
     still needed."""
 
     def __init__(self, gm: fx.GraphModule, wanted: Mapping[fx.Node, int] | None = None):

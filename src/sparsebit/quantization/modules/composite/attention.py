@@ -1,5 +1,5 @@
-"""Multi-head attention and transformer layers, made of QModules: every projection is a QLinear, and what goes into
-the two matmuls (query, key, softmax output, value) passes a QIdentity. torch's fused fast path is never taken,
+"""Multi-head attention and transformer layers, made of QModules: every projection is a QLinear, and each input of the
+two matmuls (query, key, softmax output, value) passes a QIdentity. torch's fused fast path is never taken,
 because it would not call these children.
 """
 
@@ -58,7 +58,7 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         weights = separate if packed is None else packed.chunk(3)
         for name, weight, bias in zip("qkv", weights, (None,) * 3 if biases is None else biases.chunk(3)):
             setattr(self, f"{name}_proj", QLinear(_linear(weight, bias), config))
-        # None also tells nn.TransformerEncoderLayer.forward to keep off its fast path
+        # None also keeps nn.TransformerEncoderLayer.forward off its fast path
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self._parameters[name] = None
         self.out_proj = quantized_child(self.out_proj, config)  # type: ignore[assignment]
