@@ -23,7 +23,9 @@ from sparsebit.graph.run.modes import evaluating
 
 log = logging.getLogger("sparsebit")
 
-RTOL, ATOL = 1e-4, 1e-5  # float32 sums in another order, and nothing more
+# float32 sums in another order, and nothing more
+RTOL = 1e-4
+ATOL = 1e-5
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ def encode(q: QuantizedWeight, bias: Tensor | None = None, pack8: bool = False) 
 
 
 def decode(tensors: dict[str, Tensor], bits: int, inputs: int, group: int | None) -> QuantizedWeight:
-    words, scales = tensors["qweight"], tensors["scales"].float()
+    words = tensors["qweight"]
+    scales = tensors["scales"].float()
     if words.dtype == torch.int8:
         words = to_words(words)
     needed = words_of(inputs, bits)

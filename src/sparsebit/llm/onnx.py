@@ -101,7 +101,8 @@ def _marked(model: nn.Module) -> tuple[nn.Module, dict[bytes, tuple[str, Quantiz
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     if not layers:
         raise ExportError("model: has no QuantLinear; load a quantized checkpoint with llm.load")
-    plain, marks = copy.deepcopy(model).float().eval(), {}
+    plain = copy.deepcopy(model).float().eval()
+    marks = {}
     for name, layer in layers.items():
         product = _Plain(layer)
         marks[_mark(product.matrix.detach().numpy())] = name, layer.quantized()
@@ -111,7 +112,9 @@ def _marked(model: nn.Module) -> tuple[nn.Module, dict[bytes, tuple[str, Quantiz
 
 
 def _replace(onnx: Any, graph: Any, marks: dict[bytes, tuple[str, QuantizedWeight]]) -> None:
-    nodes, tensors, done = [], [], set()
+    nodes = []
+    tensors = []
+    done = set()
     kept = []
     for tensor in graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type == onnx.TensorProto.FLOAT:

@@ -26,7 +26,8 @@ def is_transformers(model: nn.Module) -> bool:
 
 def matrices(source: InMemory) -> dict[str, tuple[int, int, bool]]:
     """Outputs and inputs of every layer that is quantized, and whether it is an expert of a stack."""
-    names, found = source.names, {}
+    names = source.names
+    found = {}
     for stack, parts in names.parts.items():
         owner = stack.rpartition(".")[0]
         for part in parts:
@@ -98,8 +99,10 @@ def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str
 
 def plan_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> Plan:
     """The checkpoint that is going to be written, with these grids."""
-    layout, scales = job.format, job.scale_dtype
-    names, about = source.names, matrices(source)
+    layout = job.format
+    scales = job.scale_dtype
+    names = source.names
+    about = matrices(source)
     state = dict(names.state)
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, spec in specs.items() if not layout.plain else ():
@@ -120,7 +123,8 @@ def plan_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> Plan:
 
 def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dict[str, Any]:
     """config.json."""
-    model, layout = source.model, source.layout
+    model = source.model
+    layout = source.layout
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in specs]
     own: Any = getattr(model, "config", None)
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}

@@ -275,7 +275,9 @@ class _Run:
         if "chosen_bits" not in store.state:
             widths = tuple(self.asked["candidate_bits"])
             steps = _Steps(sensitivities(self.source, relay, self.job, widths), len(self.job.specs))
-            names, sizes, errors = [], [], []
+            names = []
+            sizes = []
+            errors = []
             for name, size, error in tracked(steps, self.progress, "measuring"):
                 names.append(name)
                 sizes.append(size)

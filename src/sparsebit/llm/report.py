@@ -11,7 +11,9 @@ from sparsebit.llm.checks.quality import Quality, advice
 from sparsebit.llm.models.blocks import Layout
 from sparsebit.llm.readers import Row
 
-SHOWN, MUCH = 0.01, 0.1  # shares of the weights in the blocks that stay float: shown, and warned of
+# shares of the weights in the blocks that stay float
+SHOWN = 0.01  # the report shows it
+MUCH = 0.1  # the report warns
 
 
 def share_of(left: Mapping[str, int], quantized: int) -> float:

@@ -34,7 +34,8 @@ def fake_quantize(
     if spec.group is not None:
         rows = in_groups(x, spec.group)
         return fake_quantize(rows, qparams, spec.ungrouped, inplace, grad_scale).reshape(x.shape)
-    scale, zero_point = qparams.scale, qparams.zero_point
+    scale = qparams.scale
+    zero_point = qparams.zero_point
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
     )
@@ -101,7 +102,8 @@ def _per_tensor_cpu(x: Tensor, s: float, lo: int, hi: int, inplace: bool) -> Ten
     n = x.numel()
     if n <= CHUNK or not _dense(x):
         return torch.div(x, s, out=out).round_().clamp_(lo, hi).mul_(s)
-    flat, flat_out = x.as_strided((n,), (1,)), out.as_strided((n,), (1,))
+    flat = x.as_strided((n,), (1,))
+    flat_out = out.as_strided((n,), (1,))
     for start in range(0, n, CHUNK):
         piece = flat_out[start : start + CHUNK]
         torch.div(flat[start : start + CHUNK], s, out=piece).round_().clamp_(lo, hi).mul_(s)
@@ -164,7 +166,8 @@ def _backward(
             if pieces is not None:
                 return _backward_in_pieces(x, g.contiguous(), *_bounds(scale, zero_point, qmin, qmax), pieces)
     s, z_t = _aligned(x, scale, zero_point, axis)
-    g, z_t = g.to(s.dtype), z_t.round()
+    g = g.to(s.dtype)
+    z_t = z_t.round()
     v = x.to(s.dtype) / s
     r = v.round()
     clipped = r.clamp(qmin - z_t, qmax - z_t)
@@ -178,7 +181,9 @@ def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
     """`x` as (outer, channels, inner) if that can be cut into pieces of a good size."""
     if axis is None:
         return 1, 1, x.numel()
-    outer, channels, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    outer = math.prod(x.shape[:axis])
+    channels = x.shape[axis]
+    inner = math.prod(x.shape[axis + 1 :])
     return (outer, channels, inner) if channels * inner >= PIECE // 16 else None
 
 

@@ -92,7 +92,8 @@ class Histogram:
         self._raise(other.top.to(self.top.device))
         self._add_values([v.to(self.top.device) for v in other.values])
         if other.counts is not None:
-            counts, top = other.counts.to(self.top.device), other.top.to(self.top.device)
+            counts = other.counts.to(self.top.device)
+            top = other.top.to(self.top.device)
             self._spill().add_(_shift(counts, (self.top - top) << self.mantissa))
 
     def _add_values(self, rows: list[Tensor]) -> None:
@@ -122,7 +123,8 @@ class Histogram:
         """From here on count instead of keeping values."""
         if self.counts is None:
             self.counts = self.top.new_zeros(len(self.top), 2 * self.half + 1, dtype=torch.int64)
-            values, self.values = self.values, []
+            values = self.values
+            self.values = []
             for v in values:
                 self._count(v, 1)
         return self.counts
@@ -137,7 +139,8 @@ class Histogram:
 
     def _to(self, device: torch.device) -> None:
         if self.top.device != device:
-            self.top, self.values = self.top.to(device), [v.to(device) for v in self.values]
+            self.top = self.top.to(device)
+            self.values = [v.to(device) for v in self.values]
             self.counts = None if self.counts is None else self.counts.to(device)
 
     def bins(self, low: Tensor, high: Tensor, mantissa: int = MANTISSA[1], absolute: bool = False) -> Bins:
@@ -153,9 +156,12 @@ class Histogram:
         below = self.counts[:, : self.half].unflatten(1, (-1, 1 << drop)).sum(-1)
         codes = torch.arange((OCTAVES << bits) + 1, dtype=torch.int32, device=zero.device)
         edges = ((codes + ((self.top + (1 - OCTAVES)) << bits)[:, None]) << (23 - bits)).view(torch.float32)
-        lo, hi, none = edges[:, :-1], edges[:, 1:], torch.zeros_like(edges[:, :1])
+        lo = edges[:, :-1]
+        hi = edges[:, 1:]
+        none = torch.zeros_like(edges[:, :1])
         if absolute:
-            lo, hi = torch.cat([none, lo], 1), torch.cat([none, hi], 1)
+            lo = torch.cat([none, lo], 1)
+            hi = torch.cat([none, hi], 1)
             count = torch.cat([zero, above + below.flip(1)], 1)
             low, high = torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
         else:

@@ -34,7 +34,8 @@ def n_of_m(worth: Tensor, n: int, m: int, axis: int = 1) -> Tensor:
 def keep_best_of_all(worths: list[Tensor], ratio: float) -> list[Tensor]:
     """One ranking over several tensors; none of them loses everything."""
     flat = torch.cat([w.reshape(-1).double() for w in worths])
-    best, offset = [], 0
+    best = []
+    offset = 0
     for w in worths:
         best += [offset + int(w.reshape(-1).argmax())] if w.numel() else []
         offset += w.numel()

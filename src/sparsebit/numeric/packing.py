@@ -13,7 +13,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     if not 1 <= bits <= 8:
         raise SparsebitError(f"pack_bits: bits must be 1 to 8, got {bits}")
     if values.numel():
-        lo, hi = int(values.min()), int(values.max())
+        lo = int(values.min())
+        hi = int(values.max())
         if lo < -(2 ** (bits - 1)) or hi >= 2**bits or (lo < 0 and hi >= 2 ** (bits - 1)):
             raise SparsebitError(f"pack_bits: values {lo}..{hi} do not fit {bits} bits; clamp them first")
     stream = (values.to(torch.int16)[..., None] >> torch.arange(bits, device=values.device)) & 1

@@ -65,14 +65,17 @@ def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
     )
     sums = _pairs(rows).sum(-1).abs()
     large = (sums > LARGEST_SUM * start[owner, None]).nonzero(as_tuple=True)
-    sums, owner_of_pair = sums[large], owner[large[0]]
+    sums = sums[large]
+    owner_of_pair = owner[large[0]]
     values = torch.zeros_like(start).index_add_(0, owner, (rows != 0).sum(1).float())
-    best, least = start, torch.full_like(start, float("inf"))
+    best = start
+    least = torch.full_like(start, float("inf"))
     for factor in FACTORS if len(sums) else ():
         scale = start * factor
         excess = (sums - LARGEST_SUM * scale[owner_of_pair]).clamp_min_(0).square_() / 2
         error = (values * scale.square() / 12).index_add_(0, owner_of_pair, excess)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
     return best
 
 

@@ -141,7 +141,8 @@ def replayed(
     calls: Counter[str] = Counter()
 
     def replay(quantizer: Quantizer, x: Tensor) -> Tensor:
-        name, mark = quantizer.name, marks[quantizer.name]
+        name = quantizer.name
+        mark = marks[quantizer.name]
         check = certificate.quantizers.setdefault(name, QuantizerCheck(name))
         if not calls[name] and name not in certificate.order:
             certificate.order.append(name)
@@ -237,10 +238,12 @@ def check_end_to_end(
     """
     gm = qmodel.model
     layers = [m for m in gm.modules() if isinstance(m, Opr)]
-    loaded, plain = runtime.session(file, optimised=is_for_onnxruntime), certificate.runtime
+    loaded = runtime.session(file, optimised=is_for_onnxruntime)
+    plain = certificate.runtime
     as_loaded = loaded
     if not is_for_onnxruntime:
-        as_loaded, plain = runtime.session(file), EndToEnd(targets=certificate.runtime.targets)
+        as_loaded = runtime.session(file)
+        plain = EndToEnd(targets=certificate.runtime.targets)
     names = [output.name for output in loaded.get_outputs()]
     with quantized(qmodel):
         for call, (expected, got, moved) in zip(calls, answers(gm, loaded, calls, layers)):

@@ -13,7 +13,8 @@ from sparsebit.errors import SparsebitError
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.utils.files import write_whole
 
-WEIGHTS, CONFIG = "model.safetensors", "qconfig.yaml"
+WEIGHTS = "model.safetensors"
+CONFIG = "qconfig.yaml"
 
 
 def save_checkpoint(qmodel: Any, folder: Path) -> None:

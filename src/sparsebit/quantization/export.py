@@ -66,10 +66,13 @@ def export_onnx(
 ) -> ExportReport:
     """Write `name` and its report beside it; the file is in its place only once it is certified."""
     require("onnx", "onnxscript", "onnxruntime")
-    path, batches = files.writable(name), as_batches(batches)
+    path = files.writable(name)
+    batches = as_batches(batches)
     kind = half_type(qmodel)
     if kind is not None:
-        qmodel, dummy, batches = _in_float(qmodel, dummy, kind), in_float(dummy), in_float(batches)
+        qmodel = _in_float(qmodel, dummy, kind)
+        dummy = in_float(dummy)
+        batches = in_float(batches)
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
     if tune and runtime.TYPE != "onnxruntime":
         raise ExportError(
@@ -95,8 +98,11 @@ def export_onnx(
             report = certify(qmodel, file, [call], more, made.marks, made.lowered, runtime.TYPE, targets)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, file, [call, *more], report)
-            report.backend, report.opset, report.opset_reason = runtime.TYPE, made.opset, made.opset_reason
-            report.why_float, report.uncalibrated = made.why_float, uncalibrated
+            report.backend = runtime.TYPE
+            report.opset = made.opset
+            report.opset_reason = made.opset_reason
+            report.why_float = made.why_float
+            report.uncalibrated = uncalibrated
             if kind is not None:
                 report.notes.append(note_of(kind))
             if made.unreached and not uncalibrated:
@@ -168,9 +174,11 @@ def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:
 def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     """Check a file again, later or on another machine: the same certificate, on `batches`."""
     require("onnx", "onnxscript", "onnxruntime")
-    batches, kind = as_batches(batches), half_type(qmodel)
+    batches = as_batches(batches)
+    kind = half_type(qmodel)
     if kind is not None:
-        qmodel, batches = float_copy(qmodel), in_float(batches)
+        qmodel = float_copy(qmodel)
+        batches = in_float(batches)
     import onnx_ir as ir
 
     from sparsebit.export.onnx.lowered import Lowered
@@ -182,7 +190,8 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
         what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
         raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
     try:
-        lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+        lowered = Lowered.of_file(model)
+        marks = collect_marks(qmodel)
     except FileNotFoundError as error:
         raise ExportError(
             f"{path}: its numbers are in {error.filename}, which is missing; keep both in one folder"
@@ -197,9 +206,12 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     backend = model.metadata_props["sparsebit.backend"]
     targets = target_shapes(batches, signature)
     report = certify(qmodel, path, calls, [], marks, lowered, backend, targets)
-    report.path, report.bytes = str(path), files.size_of(path)
-    report.backend, report.opset = backend, model.opset_imports[""]
-    report.opset_reason, report.why_float = "as written", why_float_of(model)
+    report.path = str(path)
+    report.bytes = files.size_of(path)
+    report.backend = backend
+    report.opset = model.opset_imports[""]
+    report.opset_reason = "as written"
+    report.why_float = why_float_of(model)
     report.pair_rule = pair_rule_of(qmodel) if backend == "onnxruntime" else ""
     report.notes += [] if kind is None else [note_of(kind)]
     return report
@@ -253,7 +265,8 @@ def pair_rule_of(qmodel: Any) -> str:
         return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
     noise = plain = 0.0
     for quantizer, weight in ruled:
-        wanted, observer = quantizer.transform(weight).float(), quantizer.observer
+        wanted = quantizer.transform(weight).float()
+        observer = quantizer.observer
         noise += float((quantizer.rounded(weight).float() - wanted).square().sum())
         grid = QParams(*observer.calc_qparams_with_minmax(observer.min_val, observer.max_val))
         if torch.isfinite(grid.scale).all():
@@ -283,7 +296,8 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
         yield True
     finally:
         for quantizer, scale, zero_point in saved:
-            quantizer.scale, quantizer.zero_point = scale, zero_point
+            quantizer.scale = scale
+            quantizer.zero_point = zero_point
 
 
 def scale_count(quantizer: Quantizer, weight: Tensor) -> int:

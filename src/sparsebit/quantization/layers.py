@@ -91,7 +91,8 @@ def moves_values(module: nn.Module | None) -> bool:
 
 def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Call]:
     """Arguments of one forward for each batch, on the model's device."""
-    signature, device = signature_of(gm), device_of(gm)
+    signature = signature_of(gm)
+    device = device_of(gm)
     return [Call.of(batch, signature).to(device) for batch in batches]
 
 

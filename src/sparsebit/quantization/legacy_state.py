@@ -42,7 +42,8 @@ NO_DATA = {  # a quantizer of the original that no batch was shown to
     "observer.min_val": float("-inf"),
     "observer.max_val": float("inf"),
 }
-FOLDED, HELD = "_bn", "module."  # parts of the original's names
+FOLDED = "_bn"  # parts of the original's names
+HELD = "module."
 FOLDED_THERE = (
     "the state dict holds folded batch norms, this model does not: build it with SCHEDULE.FUSE_BN: True"
 )
@@ -167,7 +168,8 @@ def drop_quantizers(gm: fx.GraphModule, state: State) -> list[str]:
         found = ENTRY.fullmatch(key)
         if found is None:
             continue
-        owner, name = gm._modules.get(found["owner"]), f"{found['kind']}_quantizer"
+        owner = gm._modules.get(found["owner"])
+        name = f"{found['kind']}_quantizer"
         before_an_op = IDENTITY.fullmatch(found["owner"])
         if owner is not None:
             unknown = getattr(owner, name, None) is None
@@ -194,7 +196,8 @@ def add_missing(gm: fx.GraphModule, state: State) -> None:
 
 def is_calibrated(name: str, state: State) -> bool:
     """Did the quantizer have a scale? Without data it had 1 in the original, and an endless range."""
-    scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
+    scale = state[f"{name}.scale"]
+    zero_point = state[f"{name}.zero_point"]
     if scale.dim() > 1 or bool(torch.isfinite(state[f"{name}.observer.min_val"]).all()):
         return True
     return not bool((scale == 1).all() and (zero_point == 0).all())
@@ -221,7 +224,8 @@ def shift_of(
     """AdaRound's choice, up where `rounding` is not negative, as steps away from the nearest code."""
     axis = quantizer.ch_axis if scale.numel() > 1 else None
     step, zero = (broadcast(p.to(weight.device), weight.dim(), axis) for p in (scale, zero_point.round()))
-    low, high = quantizer.spec.qmin - zero, quantizer.spec.qmax - zero
+    low = quantizer.spec.qmin - zero
+    high = quantizer.spec.qmax - zero
     steps = weight.detach().float() / step
     chosen = (steps.floor() + (rounding.to(steps) >= 0)).clamp(low, high)
     return (chosen - steps.round().clamp(low, high)).to(torch.int8)

@@ -41,12 +41,14 @@ def exporting(qmodel: Any, hook: Callable[[Quantizer, Tensor], Tensor]) -> Itera
     modes = [q.mode for q in quantizers]
     try:
         for q in quantizers:
-            q.mode, q.on_export = Mode.EXPORT, hook
+            q.mode = Mode.EXPORT
+            q.on_export = hook
         with torch.no_grad(), evaluating(qmodel):
             yield
     finally:
         for q, mode in zip(quantizers, modes):
-            q.mode, q.on_export = mode, None
+            q.mode = mode
+            q.on_export = None
 
 
 @contextmanager
@@ -69,4 +71,5 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         for module, bias, correction in saved:
-            module._parameters["bias"], module.bias_correction = bias, correction
+            module._parameters["bias"] = bias
+            module.bias_correction = correction

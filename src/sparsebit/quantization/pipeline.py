@@ -87,7 +87,8 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
 @graph_pass("insert_input_quantizers", keeps_output=True)
 def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     """Give each input of a multi-input op a QIdentity that carries its quantizer; `x + x` gets one for both."""
-    inserted, calls = 0, module_calls(gm)
+    inserted = 0
+    calls = module_calls(gm)
     for node in list(gm.graph.nodes):
         module = module_of(node, gm) if node.op == "call_module" else None
         if isinstance(module, MultipleInputsQuantOpr) and module.wants_input_quant(ctx.config):
@@ -110,7 +111,8 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
             names = _names(node, inside)
             known = [*names, *_enclosing(node, inside), *places.get(module, ())]
             all_names += known
-            w, a = resolve(ctx.config.w, known), resolve(ctx.config.a, known)
+            w = resolve(ctx.config.w, known)
+            a = resolve(ctx.config.a, known)
             try:
                 module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
             except ConfigError as error:

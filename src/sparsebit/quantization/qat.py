@@ -126,7 +126,10 @@ class Stages:
     def __init__(
         self, qmodel: QuantModel, weights: int = 0, activations: int = 0, freeze_bn: int | None = None
     ):
-        self.qmodel, self.weights, self.activations, self.freeze_bn = qmodel, weights, activations, freeze_bn
+        self.qmodel = qmodel
+        self.weights = weights
+        self.activations = activations
+        self.freeze_bn = freeze_bn
         self.count = 0
         self._switch()
 
@@ -161,8 +164,10 @@ def distillation_loss(
 
     Hinton et al., Distilling the Knowledge in a Neural Network, 2015. Without labels the teacher alone counts.
     """
-    student, teacher = student_logits.float() / temperature, teacher_logits.detach().float() / temperature
-    log_student, log_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    student = student_logits.float() / temperature
+    teacher = teacher_logits.detach().float() / temperature
+    log_student = student.log_softmax(-1)
+    log_teacher = teacher.log_softmax(-1)
     soft = (log_teacher.exp() * (log_teacher - log_student)).sum(-1).mean() * temperature**2
     if labels is None:
         return soft
@@ -211,7 +216,8 @@ class FeatureMatch:
             raise CalibrationError("FeatureMatch: run a batch through both models before loss()")
         terms = []
         for path in self.layers:
-            student, teacher = self._read["student", path].float(), self._read["teacher", path].float()
+            student = self._read["student", path].float()
+            teacher = self._read["teacher", path].float()
             terms.append((student - teacher).square().mean() / teacher.square().mean().clamp_min(1e-12))
         self._read.clear()
         return torch.stack(terms).mean()

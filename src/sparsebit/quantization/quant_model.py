@@ -139,8 +139,10 @@ class QuantModel(nn.Module):
 
     def _take(self, other: QuantModel) -> None:
         """Take the graph of `other`, and all that is known about it."""
-        self.model, self.pass_reports = other.model, other.pass_reports
-        self._context, self.float_ops = other._context, other.float_ops
+        self.model = other.model
+        self.pass_reports = other.pass_reports
+        self._context = other._context
+        self.float_ops = other.float_ops
 
     def _run_passes(self, passes: Sequence[GraphPass]) -> None:
         self.pass_reports += run_passes(self.model, passes, self._context, self._options["check"])
@@ -165,7 +167,8 @@ class QuantModel(nn.Module):
 
     def _decide_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first batch of a model without an example: if it does not fit the graph, trace the model again."""
-        waiting, self._waiting = self._waiting, None
+        waiting = self._waiting
+        self._waiting = None
         if waiting is None or was_changed(self.model, waiting) or fits(self.model, args, kwargs):
             return
         # by torch.fx, as the first graph: layers keep their names
@@ -185,7 +188,8 @@ class QuantModel(nn.Module):
         return self.model._code is not self._code or any(modules.get(n) is not m for n, m in self._makers)
 
     def _watch_graph(self) -> None:
-        self._code, self._makers = self.model._code, makers_of(self.model)
+        self._code = self.model._code
+        self._makers = makers_of(self.model)
 
     # -- calibration ---------------------------------------------------------------------------------
     def prepare_calibration(self, asym: bool = True) -> None:
@@ -236,7 +240,8 @@ class QuantModel(nn.Module):
         if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
             choose_float_forms(self.model, self.calibration_runner.samples.calls)
         if needs_reconstruction(self.model):
-            w, a = w_quant or not a_quant, a_quant or not w_quant
+            w = w_quant or not a_quant
+            a = a_quant or not w_quant
             reconstruct(
                 self.model,
                 self.calibration_runner.inputs(),

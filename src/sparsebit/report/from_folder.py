@@ -38,7 +38,8 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
     if about["command"] not in steps:
         facts.todo.append(f"This run is not finished: repeat its command with --resume to {facts.command}.")
         return facts
-    layers, profile = _read(folder / "layers.json"), _read(folder / "profile.json")
+    layers = _read(folder / "layers.json")
+    profile = _read(folder / "profile.json")
     if layers is not None:
         _add_layers(facts, layers, _read(folder / "histograms.json") or {})
     if profile is not None:
@@ -61,11 +62,13 @@ def _facts(folder: Path, about: dict[str, Any]) -> Facts:
         facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
         _add_kernels(facts.layers, _read(folder / "model.report.json"))
     elif "failed_export" in about:
-        facts.failure, facts.alarming = about["failed_export"]["error"], ("Certificate",)
+        facts.failure = about["failed_export"]["error"]
+        facts.alarming = ("Certificate",)
         facts.certificate = about["failed_export"]["certificate"]
     else:
         facts.todo.append(f"No ONNX file yet: `sparsebit export {folder}` writes and checks one.")
-    facts.metric, facts.latency = steps.get("metric"), steps.get("latency")
+    facts.metric = steps.get("metric")
+    facts.latency = steps.get("latency")
     facts.headline = list(headline(facts.command, steps, layers, profile, facts.failure))
     return facts
 
@@ -103,7 +106,9 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
     for layer in layers:
         row = rows.get(layer.name)
         if row is not None:
-            layer.own, layer.effect, layer.fix = float(row["own"]), float(row["effect"]), row["fix"]
+            layer.own = float(row["own"])
+            layer.effect = float(row["effect"])
+            layer.fix = row["fix"]
             layer.fixed = None if row["fixed"] is None else float(row["fixed"])
             layer.noise = noise[layer.name] / total
             layer.suggested = layer.name in profile.get("suggested", ())
@@ -112,7 +117,8 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
 def _together(profile: Any) -> Iterator[str]:
     """What the suggested overrides bring, tried together."""
     if profile.get("together") is not None:
-        before, after = float(profile["total"]), float(profile["together"])
+        before = float(profile["total"])
+        after = float(profile["together"])
         yield f"Together these take the output from {before:.1f} to {after:.1f} dB."
     elif profile["rows"]:
         yield "No override of a few layers helps the whole model: try another preset, or more bits for all layers."
@@ -123,7 +129,8 @@ def _add_kernels(layers: list[Layer], report: Any) -> None:
     why = {key.rpartition(" (")[0]: text for key, text in ((report or {}).get("why_float") or {}).items()}
     for layer in layers:
         if layer.path in why and layer.state == "quantized":
-            layer.integer, layer.backend = False, why[layer.path]
+            layer.integer = False
+            layer.backend = why[layer.path]
 
 
 def _channels(plan: Any) -> Iterator[tuple[str, int, int]]:

@@ -57,7 +57,8 @@ def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, s
         remark = f"KL to float {kl:.3g} nats, on {measured['tokens']} {held} tokens"
         yield PERPLEXITY, f"{before:.4g} → {after:.4g}", remark
     files = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    before, after = about.get("float_bytes", 0), sum(files)
+    before = about.get("float_bytes", 0)
+    after = sum(files)
     grown = f"{100 * after / before:.0f} % of the size; " if before else ""
     sizes = f"{size(before)} → {size(after)}" if before else size(after)
     yield "Checkpoint", sizes, f"{grown}{len(files)} files, {about['run']['format']}"

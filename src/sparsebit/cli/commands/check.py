@@ -78,7 +78,8 @@ def _layers(pruning: dict[str, Any]) -> str:
 
 
 def _summary(pruning: dict[str, Any], most: int = 3) -> list[str]:
-    rows, fixed = pruning["layers"], pruning["fixed"]
+    rows = pruning["layers"]
+    fixed = pruning["fixed"]
     channels = sum(row["may_go"] for row in rows.values())
     lines = [f"pruning      {channels} channels of {len(rows)} layers can be removed"]
     lines += [f"             stays: {why}" for why in fixed[:most]]

@@ -30,7 +30,8 @@ def chat(
     if json and prompt is None:
         raise InputError("--json: needs a --prompt")
     with status("loading the model"):
-        tokenizer, model = load_tokenizer(source), load_model(source)
+        tokenizer = load_tokenizer(source)
+        model = load_model(source)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     ways = {"max_new_tokens": max_tokens, **sampling}
     if prompt is not None:
@@ -67,7 +68,8 @@ def _answer(model: Any, tokenizer: Any, prompt: str, ways: dict[str, Any], quiet
         out = model.generate(
             given, attention_mask=torch.ones_like(given), streamer=streamer, pad_token_id=pad, **ways
         )
-    seconds, new = time.perf_counter() - start, out[0, given.shape[1] :]
+    seconds = time.perf_counter() - start
+    new = out[0, given.shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
     return {"prompt": prompt, "answer": answer, "tokens": len(new), "tokens_per_second": len(new) / seconds}
 

@@ -82,7 +82,8 @@ def _text(result: dict[str, Any]) -> str:
     from sparsebit.cli.runs import compare
     from sparsebit.quantization.analysis.text import size
 
-    facts, exported = result["quantize"], result["export"]
+    facts = result["quantize"]
+    exported = result["export"]
     lines = [
         f"quantized    {facts['quantized']} ops on {facts['samples']} samples, {facts['float']} ops stay float",
         f"parameters   {size(facts['bytes'])} -> {size(facts['quantized_bytes'])}",

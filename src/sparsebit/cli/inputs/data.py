@@ -15,7 +15,8 @@ from sparsebit.cli.terminal.output import InputError, one_line
 FORMS = "a folder of images, .npz, .npy, .txt, or file.py:loader"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 PICKLES = {".pkl", ".pickle", ".pt", ".pth"}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet
+STD = (0.229, 0.224, 0.225)
 MOST_TOKENS = 128
 PIXELS = 30.0  # normalised images stay far below
 FEW = 8  # samples
@@ -180,7 +181,8 @@ def _image(path: Path, shape: tuple[int, ...]) -> Any:
     scale = max(height / image.height, width / image.width) / 0.875
     size = (max(round(image.width * scale), width), max(round(image.height * scale), height))
     image = image.resize(size, Image.Resampling.BILINEAR)
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    left = (size[0] - width) // 2
+    top = (size[1] - height) // 2
     pixels = np.asarray(image.crop((left, top, left + width, top + height)), dtype=np.float32) / 255
     x = torch.from_numpy(pixels.copy()).reshape(height, width, channels).permute(2, 0, 1)
     return (x - torch.tensor(MEAN[:channels])[:, None, None]) / torch.tensor(STD[:channels])[:, None, None]
@@ -255,7 +257,8 @@ def _doubt_pixels(spec: str, batch: Any) -> None:
 
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 4 and leaf.is_floating_point() and leaf.numel():
-            low, high = float(leaf.min()), float(leaf.max())
+            low = float(leaf.min())
+            high = float(leaf.max())
             if low >= 0 and high > PIXELS:
                 log.warning(
                     "%s: values from %.3g to %.3g look like pixels that are not normalised; give the inputs as in "

@@ -24,7 +24,8 @@ def load_weights(model: Any, spec: str, path: Path) -> None:
     if not names & set(state):  # saved under DataParallel
         state = {name.removeprefix("module."): value for name, value in state.items()}
     counters = {name for name in names if name.endswith("num_batches_tracked")}
-    missing, extra = sorted(names - set(state) - counters), sorted(set(state) - names)
+    missing = sorted(names - set(state) - counters)
+    extra = sorted(set(state) - names)
     if missing or extra:
         said = [f"{len(n)} {w} ({n[0]})" for n, w in ((missing, "missing"), (extra, "unknown to it")) if n]
         raise InputError(f"{path}: does not fit {spec}: of {len(names)} weights {', '.join(said)}")

@@ -63,7 +63,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         found.append(f"{facts['name']:<12} {facts['float']:.4g} -> {facts['new']:.4g}")
     if "latency" in result:
         facts = result["latency"]
-        old, new = facts["milliseconds"]["float"], facts["milliseconds"]["new"]
+        old = facts["milliseconds"]["float"]
+        new = facts["milliseconds"]["new"]
         found.append(
             f"latency      {old:.3g} ms -> {new:.3g} ms in onnxruntime, batch of {facts['batch']}, "
             f"{facts['cores']} cores"
@@ -219,9 +220,11 @@ def check_metric(spec: str | None) -> None:
 def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:
     """`spec(model, batches)` of both models, or the share of right labels where the batches have labels."""
     net = runnable(net)
-    name, samples = "top-1", sum(len(y) for y in _labels(net, batches))
+    name = "top-1"
+    samples = sum(len(y) for y in _labels(net, batches))
     if spec is not None:
-        name, samples = spec.rpartition(":")[2], 0  # which samples it takes is its own affair
+        name = spec.rpartition(":")[2]
+        samples = 0  # the function chooses its samples
     elif not samples:
         return None
     with status(f"measuring {name}"):

@@ -48,7 +48,8 @@ def _histogram(quantizer: Any, x: Any) -> dict[str, Any]:
 
     qparams = quantizer.current_qparams()
     low, high = minmax_from_qparams(qparams, quantizer.spec)
-    first, last = float(x.min()), float(x.max())
+    first = float(x.min())
+    last = float(x.max())
     width = max(last - first, 1e-12)
     place = ((x.reshape(-1) - first) * (BINS / width)).long().clamp_(0, BINS - 1)
     return {

@@ -19,13 +19,15 @@ from sparsebit.cli.terminal.output import InputError, Interrupted, plain, same
 from sparsebit.errors import SparsebitError
 from sparsebit.utils.files import write_whole
 
-ABOUT, LOG = "run.json", "log.txt"
+ABOUT = "run.json"
+LOG = "log.txt"
 log = logging.getLogger("sparsebit")
 
 
 class Run:
     def __init__(self, folder: Path, about: dict[str, Any]):
-        self.folder, self.about = folder, about
+        self.folder = folder
+        self.about = about
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -59,7 +61,8 @@ class Run:
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
         """A step that counts only when it is complete; run.json keeps the entries of the mapping."""
-        start, facts = time.perf_counter(), dict[str, Any]()
+        start = time.perf_counter()
+        facts = dict[str, Any]()
         log.info("step %s", name)
         yield facts
         self.finish(name, time.perf_counter() - start, **facts)

@@ -33,8 +33,11 @@ def _of_pruned(run: Any) -> str:
 
 
 def _of_quantized(run: Any, float_ms: float) -> str:
-    config, layers = run.about["settings"]["config"], _read(run.folder / "layers.json")
-    totals, w, a = layers.get("totals", {}), config["W"], config["A"]
+    config = run.about["settings"]["config"]
+    layers = _read(run.folder / "layers.json")
+    totals = layers.get("totals", {})
+    w = config["W"]
+    a = config["A"]
     if config["BACKEND"] != "onnxruntime":
         return f"the config is for {config['BACKEND']}, and onnxruntime was timed: --preset w8a8 is for onnxruntime"
     if a["QUANTIZER"]["DISABLE"]:

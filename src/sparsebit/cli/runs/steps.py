@@ -15,7 +15,9 @@ from sparsebit.cli.terminal.output import InputError, one_line, say, show_error
 from sparsebit.cli.terminal.progress import status
 from sparsebit.errors import CalibrationError, ExportError, SparsebitError
 
-WEIGHTS, PLAN, ONNX = "model.safetensors", "plan.json", "model.onnx"
+WEIGHTS = "model.safetensors"
+PLAN = "plan.json"
+ONNX = "model.onnx"
 FAILED = "failed_export"  # a key of run.json
 COMPARED = 3  # batches on which an exported file is compared
 log = logging.getLogger("sparsebit")
@@ -69,7 +71,8 @@ def describe(run: Run, qmodel: Any, example: Any) -> dict[str, Any]:
     from sparsebit.cli.runs.facts import graph_of, histograms_of
 
     with status("looking at every layer"):
-        layers, histograms = layers_of(qmodel, example), histograms_of(qmodel, example)
+        layers = layers_of(qmodel, example)
+        histograms = histograms_of(qmodel, example)
     run.write("layers.json", layers)
     run.write("histograms.json", histograms, indent=None)
     run.write("graph.json", graph_of(qmodel), indent=None)

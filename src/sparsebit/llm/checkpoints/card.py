@@ -48,7 +48,8 @@ def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
 
 def _sizes(report: Report) -> Iterator[str]:
     files = sum(path.stat().st_size for path in report.folder.glob("*.safetensors"))
-    quantized, left = sum(report.sizes.values()), sum(report.left.values())
+    quantized = sum(report.sizes.values())
+    left = sum(report.left.values())
     others = sum(size for name, size in report.layout.kept if not report.layout.inside(name))
     yield "| | |"
     yield "|---|---|"

@@ -17,7 +17,8 @@ def check_conserved(source: InMemory, layers: Iterable[str], layout: Format, wri
     layers   that are quantized, by their names in the model.
     written  names in the files.
     """
-    written, layers = set(written), list(layers)
+    written = set(written)
+    layers = list(layers)
     floats, packed = _sorted_out(written, layout, source.names)
     plan = source.names.plan(floats - set(source.extra), lambda key: ())
     arrived = set(plan.made) | {f"{layer}.weight" for layer in packed}

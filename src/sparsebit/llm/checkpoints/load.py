@@ -39,7 +39,8 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
     model = copy.deepcopy(model) if model is not None else skeleton(folder)
-    files, names = tensor_files(folder), Names(model)
+    files = tensor_files(folder)
+    names = Names(model)
     extra = set(config.get("sparsebit", {}).get("extra", []))
     layers: list[str] = []
     if not dense:

@@ -41,7 +41,8 @@ class Saver:
     """Takes the place of a model's `save_pretrained`; copies and pickles of the model get their own."""
 
     def __init__(self, model: nn.Module, origin: Origin) -> None:
-        self.model, self.origin = model, origin
+        self.model = model
+        self.origin = origin
 
     def __call__(
         self,

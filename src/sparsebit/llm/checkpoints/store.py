@@ -16,7 +16,9 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.utils.files import write_whole
 
-RUN, INDEX, REST = "run.json", "model.safetensors.index.json", "model-rest.safetensors"
+RUN = "run.json"
+INDEX = "model.safetensors.index.json"
+REST = "model-rest.safetensors"
 BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json",
           "chat_template*", "added_tokens.json", "preprocessor_config.json", "*processor_config.json",
           "normalizer.json", "*.spm", "spiece.model")  # fmt: skip

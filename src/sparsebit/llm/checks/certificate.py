@@ -30,7 +30,9 @@ from sparsebit.llm.report import Report
 from sparsebit.llm.walk.job import Job
 
 log = logging.getLogger("sparsebit")
-EQUAL, NEAR = 1e-4, 2e-2  # of the logits' size: the order of sums; scales that were rounded to half precision
+# shares of the logits' size
+EQUAL = 1e-4  # the order of sums differs
+NEAR = 2e-2  # scales were rounded to half precision
 TOKENS = 32  # that are tried
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
@@ -40,9 +42,12 @@ class Certificate:
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that the reader runs. Where it runs none, no work begins."""
-        self.source, self.job, self.force = source, job, grids.force
+        self.source = source
+        self.job = job
+        self.force = grids.force
         self.inputs: dict[str, Tensor] = {}
-        reader, tried = READERS[grids.reader](), []
+        reader = READERS[grids.reader]()
+        tried = []
         for specs in choices(source, job.format, grids):
             plan = plan_of(source, job, mixed(specs, grids.candidates) if grids.candidates else specs)
             verdicts = verdicts_on(plan) if is_transformers(source.model) else {}
@@ -168,7 +173,8 @@ def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _compared(reader: Reader, folder: Path, ours: _Ours) -> Row:
-    name, version = reader.TYPE, reader.version()
+    name = reader.TYPE
+    version = reader.version()
     if not ours.inputs:
         return Row(name, "untried", "not run: the model takes none of the inputs that were made up", version)
     try:
@@ -193,7 +199,8 @@ class _Ours:
     """
 
     def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:
-        self.folder, self.inputs = folder, inputs
+        self.folder = folder
+        self.inputs = inputs
         self.known: dict[str, Tensor] = {}
         self.left = ""  # the first packed layer that no input reaches
         if not inputs:
@@ -243,7 +250,8 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def _round(model: nn.Module, experts_only: bool) -> None:
     """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
     for name in _packed(model):
-        layer, parent = model.get_submodule(name), _owner(model, name)
+        layer = model.get_submodule(name)
+        parent = _owner(model, name)
         if isinstance(layer, QuantLinear) and (isinstance(parent, Expert) or not experts_only):
             weight = layer.dequantize(layer.scales.dtype).float()
             setattr(parent, name.rpartition(".")[2], as_linear(weight, layer.bias))

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.llm.layers.linear import QuantLinear
 
-WORDS, KNOWN = 16, 1000  # tokens of a text; of the first words of a vocabulary
+WORDS = 16  # tokens of a text
+KNOWN = 1000  # its tokens are among the first words of the vocabulary
 SAMPLES = 16000  # of a sound: a second
 FRAMES = 64  # of a spectrogram, where the config does not say how many
 SIDE = 224  # of a picture, where the config does not say it

@@ -28,7 +28,8 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
     model.eval()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     try:
         for rows in (part for window in windows for part in window.split(batch)):
             if rows.shape[1] < 2:

@@ -23,10 +23,9 @@ from sparsebit.llm.walk.data import IGNORED, named, places_of, tokens_of
 from sparsebit.llm.walk.relay import Ends
 
 ROOM = 2**24  # logits that are made at once
-WORSE, APART = (
-    2.0,
-    1.0,
-)  # a model has collapsed whose perplexity is so many times the float one's, or whose KL is above
+# a model has collapsed if its perplexity is WORSE times that of the float model, or its KL is above APART
+WORSE = 2.0
+APART = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,11 @@ def advice(run: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def measure(ends: Ends, apart: bool) -> Quality | None:
     """None where the model gives no scores of tokens."""
-    relay, model = ends.relay, ends.relay.source.model
-    takes, run, sums = signature_of(model), runner(model), torch.zeros(4, dtype=torch.float64)
+    relay = ends.relay
+    model = ends.relay.source.model
+    takes = signature_of(model)
+    run = runner(model)
+    sums = torch.zeros(4, dtype=torch.float64)
     places = torch.tensor(places_of(model))
     for b in range(-relay.held, 0):
         batch = relay.batches[b]
@@ -119,7 +121,8 @@ def measure(ends: Ends, apart: bool) -> Quality | None:
 
 def _targets(given: Mapping[str, Any], model: Any) -> Tensor | None:
     """(sequences, length): the token that each position should predict, IGNORED where there is none."""
-    ids, labels = tokens_of(given), given.get("labels")
+    ids = tokens_of(given)
+    labels = given.get("labels")
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if both and "decoder_input_ids" not in ids:
         return labels.cpu() if isinstance(labels, Tensor) else None

@@ -88,8 +88,10 @@ def encode(q: QuantizedWeight, version: int) -> dict[str, Tensor]:
 
 
 def decode(tensors: dict[str, Tensor], spec: QuantSpec, version: int) -> QuantizedWeight:
-    scales, index = tensors["scales"].T.contiguous(), tensors["g_idx"].int()
-    inputs, outputs = len(index), scales.shape[0]
+    scales = tensors["scales"].T.contiguous()
+    index = tensors["g_idx"].int()
+    inputs = len(index)
+    outputs = scales.shape[0]
     codes = unpack_words(tensors["qweight"], spec.bits, inputs, axis=0).T.contiguous()
     zeros = unpack_words(tensors["qzeros"], spec.bits, outputs).T.int()
     zeros = zeros + 1 if version == 1 else zeros

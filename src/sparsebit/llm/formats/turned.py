@@ -52,7 +52,8 @@ class Turned(Format):
     def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> QuantizedWeight:
         outputs = int(tensors["weight_shape"][1])
         codes = unpack_words(tensors["weight_packed"], spec.bits, outputs).T.contiguous()
-        scales, half = tensors["weight_scale"].T.contiguous(), 2 ** (spec.bits - 1)
+        scales = tensors["weight_scale"].T.contiguous()
+        half = 2 ** (spec.bits - 1)
         zeros = torch.full_like(scales, half, dtype=torch.uint8)
         if not spec.symmetric:
             zeros = (tensors["weight_zero_point"].int() + half).to(torch.uint8).T.contiguous()

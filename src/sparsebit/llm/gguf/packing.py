@@ -17,7 +17,9 @@ from sparsebit.errors import ExportError
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
 RUN = 32  # inputs of one block
-EXACT, ROUNDED, REQUANTIZED = "exact", "grid rounded to float16", "requantized"
+EXACT = "exact"
+ROUNDED = "grid rounded to float16"
+REQUANTIZED = "requantized"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from sparsebit.errors import ExportError
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d"
 SPACES = r"\s+(?!\S)|\s+"
 MARKS = r" ?[^\s\p{L}\p{N}]+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
 LLAMA3 = rf"(?i:{WORDS})|{NO_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{MARKS}[\r\n]*|\s*[\r\n]+|{SPACES}"
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -33,7 +34,8 @@ DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     rf"|\s*[\r\n]+|{SPACES}"
 )
-HAN, HAN_WIDE = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-퟿]+"
+HAN = "[一-龥぀-ゟ゠-ヿ]+"
+HAN_WIDE = "[一-龥ࠀ-一가-퟿]+"
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 # name -> its cuts, in order, and whether a word that is a token needs no merges; the first of equal rows is taken

@@ -29,7 +29,8 @@ class Source:
         """A second token that ends an answer. llama.cpp finds the usual ones by their text, when there are more."""
         if "tokenizer.ggml.tokens" not in keys:
             return {}
-        rows, eos = len(keys["tokenizer.ggml.tokens"]), keys.get("tokenizer.ggml.eos_token_id")
+        rows = len(keys["tokenizer.ggml.tokens"])
+        eos = keys.get("tokenizer.ggml.eos_token_id")
         others = [i for i in self.end_ids if i != eos and i < rows]
         return {"tokenizer.ggml.eot_token_id": others[0]} if len(others) == 1 and eos is not None else {}
 

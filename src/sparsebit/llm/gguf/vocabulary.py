@@ -17,7 +17,12 @@ from typing import Any
 from sparsebit.errors import ExportError
 from sparsebit.llm.gguf.pretokenizers import name_of
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 SPACE = "▁"
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 BYTES = {f"<0x{i:02X}>" for i in range(256)}

@@ -37,7 +37,8 @@ class _Weight(ctypes.Structure):
 def _load() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("quant_linear.c"), ["-ffp-contract=fast", "-Wno-psabi"])
     if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int
         library.multiply.argtypes = [pointer] * 3 + [number] * 3
         library.dequantize.argtypes = [pointer] * 2 + [number] * 3
         library.multiply.restype = library.dequantize.restype = None
@@ -51,7 +52,10 @@ class Native:
         self, library: ctypes.CDLL, tensors: tuple[Tensor, Tensor, Tensor], inputs: int, group: int, bits: int
     ) -> None:
         packed, scales, zeros = self.tensors = tensors  # alive as long as their addresses are in use
-        self.library, self.bits, self.inputs, self.outputs = library, bits, inputs, len(packed)
+        self.library = library
+        self.bits = bits
+        self.inputs = inputs
+        self.outputs = len(packed)
         self.pointers = packed.data_ptr(), scales.data_ptr(), zeros.data_ptr()
         self.struct = _Weight(
             *self.pointers,
@@ -69,7 +73,9 @@ class Native:
         x = x if x.dtype == torch.float32 and x.is_contiguous() else x.detach().float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs
-        source, target, threads = x.data_ptr(), out.data_ptr(), self._threads()
+        source = x.data_ptr()
+        target = out.data_ptr()
+        threads = self._threads()
         while rows > 0:
             count = 8 if rows >= 8 else 4 if rows >= 4 else 2 if rows >= 2 else 1
             self.library.multiply(self.at, source, target, self.bits, count, threads)
@@ -108,7 +114,8 @@ class Native:
 
     def _fill(self, out: Tensor, start: int) -> Tensor:
         """Rows of W from `start` on, as many as `out` has."""
-        w, size = self.struct, self.tensors[1].element_size()
+        w = self.struct
+        size = self.tensors[1].element_size()
         rows = _Weight(
             w.packed + start * w.stride, w.scales + start * w.groups * size, w.zeros + start * w.groups,
             len(out), w.inputs, w.group, w.groups, w.stride, w.kind,

@@ -37,7 +37,10 @@ class QuantLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)  # not Linear's, which makes a float weight
         self.out_features, self.in_features = q.shape
-        self.bits, self.symmetric, self.group, self.dtype = q.bits, q.symmetric, q.group, dtype
+        self.bits = q.bits
+        self.symmetric = q.symmetric
+        self.group = q.group
+        self.dtype = dtype
         self.register_buffer("packed", pack_words(q.codes, q.bits))
         self.register_buffer("scales", q.scales.contiguous())
         self.register_buffer("zeros", q.zeros.contiguous())
@@ -163,7 +166,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        layer, grad = ctx.layer, grads[0]
+        layer = ctx.layer
+        grad = grads[0]
         native = layer._find_native()
         if native is None:
             return grad @ layer.dequantize(grad.dtype), None

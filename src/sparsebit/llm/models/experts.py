@@ -122,10 +122,12 @@ def is_linear(module: Any) -> bool:
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         return False
     probe = copy.copy(module)
-    weight, x = torch.arange(6.0).reshape(2, 3) - 1.5, torch.tensor([[0.5, -1.0, 2.0]])
+    weight = torch.arange(6.0).reshape(2, 3) - 1.5
+    x = torch.tensor([[0.5, -1.0, 2.0]])
     bias = None if module.bias is None else torch.tensor([0.25, -3.0])
     probe.__dict__["_parameters"] = {"weight": weight, "bias": bias}
-    probe.in_features, probe.out_features = 3, 2
+    probe.in_features = 3
+    probe.out_features = 2
     try:
         with torch.no_grad():
             found = type(module).forward(probe, x)

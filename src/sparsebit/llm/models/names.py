@@ -108,7 +108,9 @@ class Names:
 
     def from_files(self, tensors: Mapping[str, Tensor], suffixes: Sequence[str] = ()) -> dict[str, Tensor]:
         """The inverse of `to_files`; `suffixes` are those of packed layers."""
-        found, floats, packed = {}, {}, packed_layers(tensors, suffixes)
+        found = {}
+        floats = {}
+        packed = packed_layers(tensors, suffixes)
         for key, tensor in tensors.items():
             layer, _, leaf = key.rpartition(".")
             if layer in packed and leaf in suffixes:
@@ -138,7 +140,9 @@ class Names:
 
     def to_files(self, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> dict[str, Tensor]:
         """Tensors of the model and the stored tensors of its `packed` layers, under the names of the files."""
-        layers, found, others = {*packed, *self.layer_files}, {}, {}
+        layers = {*packed, *self.layer_files}
+        found = {}
+        others = {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
             key = f"{self.layer_file(layer)}.{leaf}" if layer in layers else self.key(name)
@@ -173,7 +177,9 @@ class Names:
     def _name_experts(self, stack: str, tensor: Tensor) -> None:
         """The layers of a stack. Rows are numbered and sent through the recipe: the numbers that arrive show which
         layer has them."""
-        owner, experts, rows = stack.rpartition(".")[0], tensor.shape[0], tensor.shape[1]
+        owner = stack.rpartition(".")[0]
+        experts = tensor.shape[0]
+        rows = tensor.shape[1]
         numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
             files = self._reverted({stack: numbers}) if self.key(stack) is None else {}

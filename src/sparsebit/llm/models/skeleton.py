@@ -157,7 +157,8 @@ def tie_weights(model: Any, there: set[str] | None = None) -> None:
 
 
 def _equal(model: nn.Module, a: str, b: str) -> bool:
-    first, second = model.state_dict()[a], model.state_dict()[b]
+    first = model.state_dict()[a]
+    second = model.state_dict()[b]
     return first is second or (not first.is_meta and not second.is_meta and torch.equal(first, second))
 
 

@@ -99,7 +99,8 @@ class OnDisk(InMemory):
         tie_weights(self.model, set(self.plan.made) | self.made_up)
 
     def block(self, index: int) -> nn.Module:
-        block, prefix = copy.deepcopy(self.blocks[index]), self.layout.prefix(index)
+        block = copy.deepcopy(self.blocks[index])
+        prefix = self.layout.prefix(index)
         tensors = self._read([prefix + name for name in block.state_dict()])
         block.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items()}, assign=True)
         return unfold(block.eval().requires_grad_(False), self.naming(index))

@@ -124,7 +124,8 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     sys.stdout = sys.stderr
-    modules, wrong = None, ""
+    modules = None
+    wrong = ""
     try:
         modules = prepare()
     except Exception as error:

@@ -72,7 +72,8 @@ class Transformers(Reader):
 
         config = json.loads((folder / "config.json").read_text())
         with tempfile.TemporaryDirectory() as place:
-            given, found = Path(place, "inputs.safetensors"), Path(place, "logits.safetensors")
+            given = Path(place, "inputs.safetensors")
+            found = Path(place, "logits.safetensors")
             save_file(
                 {
                     name: tensor.clone(memory_format=torch.contiguous_format)

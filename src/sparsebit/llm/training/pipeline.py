@@ -20,7 +20,9 @@ class Stage(nn.Module):
 
     def __init__(self, model: Any, first: bool, last: bool) -> None:
         super().__init__()
-        self.model, self.first, self.last = model, first, last
+        self.model = model
+        self.first = first
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}

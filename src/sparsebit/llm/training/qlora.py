@@ -91,7 +91,9 @@ def _lora_layer() -> Any:
 
 def _merge_layer(layer: Any, into: str) -> tuple[nn.Module, dict[str, float]]:
     base = layer.get_base_layer()
-    before, bias, dtype = _weight(base), base.bias, _dtype(base)
+    before = _weight(base)
+    bias = base.bias
+    dtype = _dtype(base)
     weight = before.clone()
     for adapter in (a for a in layer.active_adapters if a in layer.lora_A):
         if adapter in layer.lora_variant:  # such as DoRA
@@ -160,7 +162,8 @@ def requantize(weight: Tensor, q: QuantizedWeight) -> QuantizedWeight:
 
 def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
     """A model that was loaded from the checkpoint `source` and merged into="grid", as a checkpoint like it."""
-    source, folder = Path(source), Path(folder)
+    source = Path(source)
+    folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"save: {folder} is not empty; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +182,8 @@ def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
 def _save_own(model: nn.Module, source: Path, folder: Path) -> None:
     """Of a user's own module, whose tensors have the same names in the files; the files are those of `source`."""
     config = json.loads((source / "config.json").read_text())
-    layout, tensors = format_of(config["quantization_config"]), dict(model.state_dict())
+    layout = format_of(config["quantization_config"])
+    tensors = dict(model.state_dict())
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     packed = {name: m.quantized() for name, m in linears.items() if isinstance(m, QuantLinear)}
     for name, q in packed.items():

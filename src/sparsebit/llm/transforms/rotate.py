@@ -37,8 +37,11 @@ class Rotated(InMemory):
     def __init__(self, inner: InMemory) -> None:
         if len(inner.layout.towers) + len(inner.layout.left) > 1:
             raise ConfigError(f"rotate: the model has more than one tower; {WAY_OUT}")
-        self.inner, self.layout, self.folder = inner, inner.layout, inner.folder
-        self.names, self.extra = inner.names, inner.extra
+        self.inner = inner
+        self.layout = inner.layout
+        self.folder = inner.folder
+        self.names = inner.names
+        self.extra = inner.extra
         shared: dict[int, Any] = {id(p): p for p in inner.model.parameters()}
         self.model = copy.deepcopy(inner.model, shared)  # its own modules, the same tensors
         self.calls: list[list[Call]] = []
@@ -47,7 +50,8 @@ class Rotated(InMemory):
 
     def prove(self, captured: Captured, batches: Any) -> None:
         """Compares the layers outside the blocks. Each block is compared when it is made."""
-        self.calls, self.hidden = [calls[:1] for calls in captured.calls], captured.hidden[0]
+        self.calls = [calls[:1] for calls in captured.calls]
+        self.hidden = captured.hidden[0]
         batch = next(iter(as_iterable(batches)))
         first = self.inner.block(0)
         ours, theirs = (_outside(s.model, s.blocks, batch, first) for s in (self, self.inner))
@@ -63,8 +67,10 @@ class Rotated(InMemory):
         block = self.inner.block(index)
         kind = next(iter(linears_of(block).values())).weight.dtype
         exact = torch.promote_types(kind, torch.float32)
-        block, call = block.to(exact), self.calls[index][0].cast(exact)
-        rotated, plain = self.hidden.to(exact), (self.hidden.to(exact) @ self.q.T.to(exact))
+        block = block.to(exact)
+        call = self.calls[index][0].cast(exact)
+        rotated = self.hidden.to(exact)
+        plain = self.hidden.to(exact) @ self.q.T.to(exact)
         expected = call.run(block, plain) @ self.q.to(exact)
         rotate_block(block, call, plain, self.q, self.layout.prefix(index)[:-1])
         if not _close(call.run(block, rotated), expected, exact):
@@ -111,7 +117,8 @@ class Rotated(InMemory):
 @torch.no_grad()
 def rotate_block(block: nn.Module, call: Call, hidden: Tensor, q: Tensor, name: str) -> None:
     """Changes the block. Its input `hidden` shows which layer reads the stream through which norm."""
-    linears, width = linears_of(block), len(q)
+    linears = linears_of(block)
+    width = len(q)
     groups = sharing(Lane(block, [call], [hidden]), linears)
     trial = Trial(block, groups, call, hidden)
     read: set[str] = set()

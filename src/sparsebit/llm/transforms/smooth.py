@@ -93,7 +93,9 @@ class Trial:
     """A float32 copy of a block, what its modules give, and whether they still do with scales folded in."""
 
     def __init__(self, block: nn.Module, groups: list[list[str]], call: Call, hidden: Tensor) -> None:
-        self.block, self.call, self.hidden = block, call, hidden
+        self.block = block
+        self.call = call
+        self.hidden = hidden
         self.layers = [name for group in groups for name in group]
         self.inputs: dict[str, Tensor] = {}
         self.outputs: list[tuple[str, Any]] = []  # in the order of running
@@ -175,7 +177,8 @@ def row_maps(rows: int, width: int, head_sizes: list[int]) -> Iterator[Tensor]:
         shared = (
             rows if rows < width else (rows - width) // 2
         )  # a separate layer, or the last part of fused q, k, v
-        heads, kept = width // size, shared // size
+        heads = width // size
+        kept = shared // size
         if width % size == 0 and shared % size == 0 and kept and heads % kept == 0 and heads > kept:
             yield (channels // size // (heads // kept)) * size + channels % size + rows - shared
         if rows == 3 * width and width % size == 0:  # q, k, v head by head

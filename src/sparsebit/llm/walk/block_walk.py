@@ -75,12 +75,17 @@ class _Streams:
 
 @torch.no_grad()
 def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Iterator[int]:
-    captured, floats = flow.captured, flow.floats
-    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[flow.tower])
+    captured = flow.captured
+    floats = flow.floats
+    hidden = captured.hidden
+    feeders = Feeders()
+    start = start_of(source, source.layout.towers[flow.tower])
     for i in range(start, start + len(captured.calls)):
-        block, prefix = source.block(i), source.layout.prefix(i)
+        block = source.block(i)
+        prefix = source.layout.prefix(i)
         float_block = copy.deepcopy(block) if flow.twin else None
-        calls, float_calls = captured.calls[i - start], floats.calls[i - start]
+        calls = captured.calls[i - start]
+        float_calls = floats.calls[i - start]
         names = list(linears_of(block))
         lane = Lane(block, calls[: flow.fitted], hidden, names)
         twin = None
@@ -160,7 +165,8 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
         if measured:
             names = [name for name in names if name in statistics or not _stays(name, prefix, job)]
         for name in names:
-            spec, seen = job.specs[prefix + name], statistics.get(name)
+            spec = job.specs[prefix + name]
+            seen = statistics.get(name)
             solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
             about[prefix + name] = {**told, **folded.get(name, {})}
         for name in names:

@@ -48,7 +48,8 @@ class Call:
         return Call(pytree.tree_map(change, self.args), pytree.tree_map(change, self.kwargs), self.hole)
 
     def output(self, block: nn.Module, hidden: Tensor) -> Any:
-        args, kwargs = list(self.args), dict(self.kwargs)
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
         if isinstance(self.hole, int):
             args[self.hole] = hidden
         else:
@@ -60,7 +61,8 @@ class Wrap:
     """What a block returns beside the hidden state."""
 
     def __init__(self, others: list[Any], tree: Any) -> None:
-        self.others, self.tree = others, tree
+        self.others = others
+        self.tree = tree
         self.tensors = any(isinstance(leaf, Tensor) for leaf in others)
 
     def __call__(self, hidden: Tensor) -> Any:
@@ -92,7 +94,8 @@ class Captured:
         """A copy for the batches from `start` on, with separate hidden states."""
         other = Captured(len(self.calls))
         other.hidden = self.hidden[start:] if start else copied(self.hidden)
-        other.calls, other.wraps = [calls[start:] for calls in self.calls], self.wraps[start:]
+        other.calls = [calls[start:] for calls in self.calls]
+        other.wraps = self.wraps[start:]
         other.needed = self.needed
         return other
 
@@ -112,10 +115,12 @@ class Replay:
 
     def player(self, index: int, again: bool = False) -> Callable[..., Any]:
         """A forward that gives the outputs batch after batch; with `again` those of the first batch every time."""
-        parameters, count = parameters_of(self.blocks[index]), [0]
+        parameters = parameters_of(self.blocks[index])
+        count = [0]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            batch, hidden = count[0], call_of(args, kwargs, parameters)[1]
+            batch = count[0]
+            hidden = call_of(args, kwargs, parameters)[1]
             count[0] += not again
             return self.wraps[batch](self.outputs[index][batch] if index in self.outputs else hidden)
 

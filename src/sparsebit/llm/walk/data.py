@@ -92,7 +92,8 @@ def _last(
     batches: list[Any], sizes: list[int], wanted: int, takes: inspect.Signature
 ) -> tuple[list[Any], list[Any]]:
     """Without and with the last pieces, `wanted` of them or all."""
-    fitted, held = list(batches), list[Any]()
+    fitted = list(batches)
+    held = list[Any]()
     for size in reversed(sizes):
         if not wanted:
             break
@@ -249,7 +250,8 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
     ids = tokens_of(given)
     for side, name in (("encoder", "attention_mask"), ("decoder", "decoder_attention_mask")):
-        mask, labels = given.get(name), given.get("labels")
+        mask = given.get(name)
+        labels = given.get("labels")
         own = [t for n, t in ids.items() if _side(model, n) == side]
         if isinstance(mask, Tensor) and mask.dim() == 2 and (not own or mask.shape == own[0].shape):
             yield side, mask != 0
@@ -280,7 +282,8 @@ def _ends(real: Tensor, where: str) -> tuple[int, int]:
     places = real.nonzero().flatten().tolist()
     if not places:
         return 0, 0
-    start, stop = places[0], places[-1] + 1
+    start = places[0]
+    stop = places[-1] + 1
     if stop - start != len(places):
         raise CalibrationError(
             f"{where} is masked in its middle; only padding at the ends can be left out. Cut the text into sequences"

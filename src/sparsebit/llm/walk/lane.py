@@ -48,7 +48,10 @@ class Lane:
     """`open` are the layers whose weights will change: nothing that runs from the first of them on is kept."""
 
     def __init__(self, block: nn.Module, calls: list[Call], hidden: Any, open: Iterable[str] = ()) -> None:
-        self.block, self.calls, self.hidden, self.open = block, calls, hidden, set(open)
+        self.block = block
+        self.calls = calls
+        self.hidden = hidden
+        self.open = set(open)
         self.room = 0 if isinstance(hidden, Spilled) else ROOM
         self._kept: list[dict[Key, _Kept]] = [{} for _ in calls]
         self._surveyed: dict[int, tuple[list[tuple[str, tuple[Tensor, Tensor]]], Tensor]] = {}
@@ -138,7 +141,10 @@ class _Run:
     """One forward, with every module of the block asked first whether it has run before."""
 
     def __init__(self, lane: Lane, i: int, inputs: Watched = NOTHING, outputs: Watched = NOTHING) -> None:
-        self.lane, self.i, self.inputs, self.outputs = lane, i, inputs, outputs
+        self.lane = lane
+        self.i = i
+        self.inputs = inputs
+        self.outputs = outputs
         self.left = inputs[0] | outputs[0]
         self.early = bool(self.left)  # ends when all of them have run
         self.keeping = True
@@ -165,7 +171,8 @@ class _Run:
     def _asking(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            lane, (above, count, done) = self.lane, self.frames[-1]
+            lane = self.lane
+            above, count, done = self.frames[-1]
             key = (*above, (name, count[name]))
             count[name] += 1
             kept = lane._kept[self.i].get(key)

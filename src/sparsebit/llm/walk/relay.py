@@ -38,9 +38,12 @@ class Relay:
     """The calibration data of one source, tower by tower: batches to fit on, then `held` ones to measure on."""
 
     def __init__(self, source: InMemory, data: Data, spill: Path | None, progress: bool | None) -> None:
-        self.source, self.spill, self.progress = source, spill, progress
+        self.source = source
+        self.spill = spill
+        self.progress = progress
         towers = source.layout.towers
-        self.batches, self.held = [*data.fitted, *data.held], len(data.held)
+        self.batches = [*data.fitted, *data.held]
+        self.held = len(data.held)
         self.order = list(range(len(towers)))
         self.needed: dict[int, set[int]] = {}
         if len(towers) > 1:
@@ -85,7 +88,8 @@ class Relay:
         return list(found)
 
     def _capture(self, t: int, done: list[Replay], start: int = 0) -> Captured:
-        tower, source = self.source.layout.towers[t], self.source
+        tower = self.source.layout.towers[t]
+        source = self.source
         used = tracked(self.batches[start:], self.progress, "capturing")
         block = source.sample(start_of(source, tower))
         try:
@@ -130,7 +134,8 @@ class _Survey:
     """One batch through the model with blocks that return their inputs."""
 
     def __init__(self, source: InMemory, batch: Any) -> None:
-        self.source, self.batch = source, batch
+        self.source = source
+        self.batch = batch
         self.towers = source.layout.towers
         lists: list[Any] = [source.model.get_submodule(tower.path) for tower in self.towers]
         self.blocks: list[list[nn.Module]] = [list(blocks) for blocks in lists]

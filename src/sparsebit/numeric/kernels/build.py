@@ -59,7 +59,8 @@ def _build(source: Path, compiler: str, flags: list[str]) -> Path:
     if not os.access(folder, os.W_OK):  # a read-only home: once per process then
         file = Path(tempfile.mkdtemp(prefix="sparsebit-")) / file.name
     with tempfile.TemporaryDirectory(dir=file.parent) as build:
-        compiled, linked = f"{build}/kernel.o", f"{build}/kernel.so"
+        compiled = f"{build}/kernel.o"
+        linked = f"{build}/kernel.so"
         for command in (
             [*flags, "-c", str(source), "-o", compiled],
             ["-shared", compiled, "-o", linked, "-lm"],  # not linked to a libgomp: torch's is loaded already

@@ -25,7 +25,10 @@ def library_for(w: Tensor) -> ctypes.CDLL | None:
 def _load() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("columns.c"), ["-ffp-contract=fast"])
     if library is not None:
-        pointer, size, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        real = ctypes.c_float
+        threads = ctypes.c_int
         end: list[Any] = [*[pointer] * 3, size, size, real, threads]
         library.greedy.argtypes = [*[pointer] * 3, size, pointer, pointer, *end]
         library.descend.argtypes = [*[pointer] * 4, size, *end]
@@ -38,8 +41,12 @@ class Columns:
     """Grids of columns: column j has the scales and zeros of group index[j]; (groups, rows), contiguous."""
 
     def __init__(self, lib: ctypes.CDLL, index: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> None:
-        self.lib, self.index, self.scales, self.zeros = lib, index.contiguous(), scales, zeros
-        self.rows, self.top = scales.shape[1], float(2**bits - 1)
+        self.lib = lib
+        self.index = index.contiguous()
+        self.scales = scales
+        self.zeros = zeros
+        self.rows = scales.shape[1]
+        self.top = float(2**bits - 1)
 
     def greedy(
         self, wt: Tensor, errors: Tensor, u: Tensor, codes: Tensor, order: Tensor, start: int, stop: int
@@ -80,7 +87,9 @@ def least(
 
     importance   (size,) or, for w (rows, groups, size), (groups, size).
     """
-    w, scales, zeros = w.contiguous(), scales.contiguous(), zeros.contiguous()
+    w = w.contiguous()
+    scales = scales.contiguous()
+    zeros = zeros.contiguous()
     importance = importance.float().contiguous()
     best = torch.empty_like(scales[0]), torch.empty_like(zeros[0])
     count = best[0].numel()

@@ -36,7 +36,8 @@ def _shape(x: Tensor, axis: int | None) -> Shape:
         return 1, 1, x.numel()
     sizes = list(x.shape)
     if _channels_last(x) and not x.is_contiguous():
-        sizes, axis = [sizes[0], sizes[2], sizes[3], sizes[1]], [0, 3, 1, 2][axis]
+        sizes = [sizes[0], sizes[2], sizes[3], sizes[1]]
+        axis = [0, 3, 1, 2][axis]
     return math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
 
 

@@ -85,11 +85,13 @@ def _rounded(
     pad = -w.shape[1] % group
     grouped = F.pad(w, (0, pad)).unflatten(1, (-1, group))
     weights = F.pad(importance, (0, pad)).unflatten(0, (-1, group))
-    low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
+    low = grouped.amin(-1, keepdim=True).clamp(max=0)
+    high = grouped.amax(-1, keepdim=True).clamp(min=0)
     if spec.symmetric:
         high = torch.maximum(-low, high)
         low = -high
-    best, least = grouped, torch.full_like(low, float("inf"))
+    best = grouped
+    least = torch.full_like(low, float("inf"))
     signs = signs_of(spec) if len(shares) > 1 else (1,)
     for share, sign in itertools.product(shares, signs):
         scale, zero = grid_of(low * share, high * share, spec, scale_dtype)

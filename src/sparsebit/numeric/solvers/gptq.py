@@ -59,7 +59,8 @@ class Factored:
 
     def solve(self, right: Tensor) -> Tensor:
         """right H^-1, for `right` (rows, inputs)."""
-        turned, out = self.order.flip(0), torch.empty_like(right)
+        turned = self.order.flip(0)
+        out = torch.empty_like(right)
         out[:, turned] = torch.cholesky_solve(right[:, turned].T, self.lower).T
         return out
 
@@ -92,7 +93,8 @@ def gptq(
     shift = statistics.shift(w)
     if shift is not None:
         w = w + factored.solve(shift)
-    h, order = factored.h, factored.order
+    h = factored.h
+    order = factored.order
     static = None
     if static_groups or spec.group is None:
         static = fit_groups(w, h.diagonal().float(), spec, clip, scale_dtype)
@@ -155,8 +157,10 @@ def _inverse(lower: Tensor) -> Tensor:
     if n <= BLOCK:
         one = torch.eye(n, dtype=lower.dtype, device=lower.device)
         return torch.linalg.solve_triangular(lower, one, upper=False)
-    half, out = n // 2, torch.zeros_like(lower)
-    out[:half, :half], out[half:, half:] = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
+    half = n // 2
+    out = torch.zeros_like(lower)
+    out[:half, :half] = _inverse(lower[:half, :half])
+    out[half:, half:] = _inverse(lower[half:, half:])
     out[half:, :half] = -(out[half:, half:] @ lower[half:, :half]) @ out[:half, :half]
     return out
 
@@ -170,8 +174,11 @@ def _columns(
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, zeros, error of each row): the greedy pass. Works on W^T: a column is one run of memory."""
-    inputs, group, order = w.shape[1], spec.group or w.shape[1], factored.order
-    u, wt = factored.u, w.T[order].contiguous()
+    inputs = w.shape[1]
+    group = spec.group or w.shape[1]
+    order = factored.order
+    u = factored.u
+    wt = w.T[order].contiguous()
     codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
     index = group_index(inputs, spec.group, w.device)
     native = None
@@ -183,7 +190,8 @@ def _columns(
         shape = (w.shape[0], int(index[-1]) + 1)
         scales = torch.empty(shape, dtype=scale_dtype, device=w.device)
         zeros = torch.empty(shape, dtype=torch.uint8, device=w.device)
-    importance, at = factored.h.diagonal()[order].float(), index.tolist()
+    importance = factored.h.diagonal()[order].float()
+    at = index.tolist()
     block = max(BLOCK // group, 1) * group if static is None else BLOCK  # no new group lies in two blocks
     lost = wt.new_zeros(wt.shape[1])
     for start in range(0, inputs, block):
@@ -196,7 +204,8 @@ def _columns(
                 part = slice(j, min(j + group, inputs))
                 grid = fit_grid(wt[part].T.contiguous(), importance[part], spec, clip, scale_dtype)
                 scales[:, at[j]], zeros[:, at[j]] = grid
-            scale, zero = scales[:, at[j]].float(), zeros[:, at[j]].float()
+            scale = scales[:, at[j]].float()
+            zero = zeros[:, at[j]].float()
             code = round_to(wt[j], scale, zero, spec.bits)
             codes[order[j]] = code.to(torch.uint8)
             errors[j - start] = (wt[j] - (code - zero) * scale) / u[j, j]

@@ -36,7 +36,8 @@ def sparsegpt(
 
     period groups of m start again after so many columns; columns that do not fill a group are kept.
     """
-    w, u = weight.double().clone(), inverse_factor(hessian, damping)
+    w = weight.double().clone()
+    u = inverse_factor(hessian, damping)
     mask = torch.ones_like(w, dtype=torch.bool)
     unit = 1 if pattern is None else period or pattern[1]
     block = -(-BLOCK // unit) * unit  # no group lies in two blocks

@@ -194,7 +194,8 @@ class QuantOpr(Opr):
     @property
     def current_bias(self) -> Tensor | None:
         """The bias, corrected for the error of the rounded weight, and rounded where the runtime rounds it."""
-        quantizer, bias = self.weight_quantizer, self.bias
+        quantizer = self.weight_quantizer
+        bias = self.bias
         if quantizer is None or not quantizer.is_enable:
             return bias
         if self.bias_correction is not None:
@@ -203,7 +204,8 @@ class QuantOpr(Opr):
 
     def _as_added(self, bias: Tensor) -> Tensor:
         """Integer kernels add the bias as int32, on the grid of input times weight."""
-        x, w = self.input_quantizer, self.weight_quantizer
+        x = self.input_quantizer
+        w = self.weight_quantizer
         if w is None or x is None or not x.is_enable or x.unused or not integer_kernel(x, w):
             return bias
         if bias.dtype != torch.float32:
@@ -287,7 +289,8 @@ class MultipleInputsQuantOpr(Opr):
         inputs = [value for value in self.operands_of(node) if not is_number(value, model)]
         if len(inputs) < 2 and not self.operands:
             return 0  # x + 1: nothing to bring to a common grid
-        args, kwargs = node.args, node.kwargs
+        args = node.args
+        kwargs = node.kwargs
         values = list(dict.fromkeys(inputs))
         for i, arg in enumerate(values):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())

@@ -69,7 +69,8 @@ class _Attention(MultipleInputsQuantOpr):
     ) -> Tensor:
         if enable_gqa:
             repeats = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+            key = key.repeat_interleave(repeats, -3)
+            value = value.repeat_interleave(repeats, -3)
         scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
         if is_causal:
             attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()

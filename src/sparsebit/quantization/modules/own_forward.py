@@ -61,7 +61,8 @@ class QConv1D(QuantOpr):
     input_axis = -1
 
     def adopt(self, module: nn.Module) -> None:
-        self.weight, self.bias = module.weight, module.bias
+        self.weight = module.weight
+        self.bias = module.bias
 
     def forward(self, x: Any) -> Any:
         return self.quantized_input(x) @ self.quantized_weight() + self.bias

@@ -63,7 +63,8 @@ class ObserverCache(DataCache):
     """The cache of one observer: it keeps every value, and shows it to the observer too."""
 
     def __init__(self, observer: Observer):
-        self.qdesc, self.observer = observer.qdesc, observer
+        self.qdesc = observer.qdesc
+        self.observer = observer
 
     @property
     def _data_cache(self) -> list[Tensor]:  # type: ignore[override]
@@ -174,8 +175,10 @@ class Observer(nn.Module):
                     f"batch {self.batches + 1} has {len(low)} channels, those before had {len(self.low)}; "
                     f"use a per-tensor QSCHEME, or check ch_axis and LAYOUT"
                 )
-            low, high = low.minimum(self.low.to(low.device)), high.maximum(self.high.to(high.device))
-        self.low, self.high = low, high
+            low = low.minimum(self.low.to(low.device))
+            high = high.maximum(self.high.to(high.device))
+        self.low = low
+        self.high = high
         self.batches += batches
 
     @property
@@ -249,7 +252,8 @@ class Observer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the range in whatever shape it was saved."""
         for name in ("min_val", "max_val"):
-            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            mine = getattr(self, name)
             if saved is not None and saved.shape != mine.shape:
                 setattr(self, name, torch.empty_like(saved, device=mine.device))
         super()._load_from_state_dict(state_dict, prefix, *args)

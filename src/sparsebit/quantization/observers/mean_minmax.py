@@ -30,7 +30,8 @@ class MeanMinMaxObserver(ImageObserver):
 
     def reset(self) -> None:
         super().reset()
-        self.low_sum, self.high_sum = RunningSum(), RunningSum()  # over groups of images
+        self.low_sum = RunningSum()  # over groups of images
+        self.high_sum = RunningSum()
         self.low_floor: Tensor | None = None  # range of the batches that are smaller than a group
         self.high_floor: Tensor | None = None
 
@@ -55,7 +56,8 @@ class MeanMinMaxObserver(ImageObserver):
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()
         if not self.low_sum.empty:
-            low, high = self.low_sum.mean().float(), self.high_sum.mean().float()
+            low = self.low_sum.mean().float()
+            high = self.high_sum.mean().float()
             if self.low_floor is not None and self.high_floor is not None:
                 low = torch.minimum(low, self.low_floor.float().to(low.device))
                 high = torch.maximum(high, self.high_floor.float().to(high.device))

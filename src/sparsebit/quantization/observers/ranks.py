@@ -29,7 +29,8 @@ class RunningSum:
         values = values.double()
         self.count += count
         if self.total is None or self.error is None:
-            self.total, self.error = values, torch.zeros_like(values)
+            self.total = values
+            self.error = torch.zeros_like(values)
             return
         old = self.total.to(values.device)
         self.total = old + values

@@ -46,7 +46,9 @@ class Reuse:
     """
 
     def __init__(self, running: set[str], makers: list[nn.Module], reader: nn.Module):
-        self.running, self.makers, self.reader = running, makers, reader
+        self.running = running
+        self.makers = makers
+        self.reader = reader
 
     def allows(self, x: Any) -> bool:
         if not self.running or not isinstance(x, Tensor) or x.requires_grad or torch.compiler.is_compiling():
@@ -216,8 +218,10 @@ class Quantizer(nn.Module):
             low, high = (torch.full_like(x, bound) for x, bound in zip((low, high), self.known_range))
         self.calc_qparams_with_minmax(low, high)
         for other in others:
-            other.observer.min_val, other.observer.max_val = low.clone(), high.clone()
-            other.scale, other.zero_point = self.scale, self.zero_point
+            other.observer.min_val = low.clone()
+            other.observer.max_val = high.clone()
+            other.scale = self.scale
+            other.zero_point = self.zero_point
 
     def set_unused(self) -> None:
         """No float data came by: stay out of the way. A negative scale carries that through a state_dict."""
@@ -281,7 +285,8 @@ class Quantizer(nn.Module):
     # -- views ---------------------------------------------------------------------------------------
     def _broadcast_qparams(self, params: Tensor) -> Tensor:
         """One value per channel, (channels,), in a shape that broadcasts over what this quantizer rounds."""
-        name, group = self.name or type(self).__name__, self.spec.group
+        name = self.name or type(self).__name__
+        group = self.spec.group
         if group is not None:
             raise ConfigError(
                 f"{name}: with W.GROUP no shape of the scales broadcasts over the weight; use "
@@ -360,7 +365,8 @@ class Quantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take scale and zero point in whatever shape they were saved: (1,), (C,), or the old (C, 1, 1, 1)."""
         for name in ("scale", "zero_point"):
-            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            mine = getattr(self, name)
             if saved is None:
                 continue
             self.dims = saved.dim() if saved.dim() > 1 else self.dims

@@ -67,7 +67,8 @@ class LSQQuantizer(BaseQuantizer):
         super().calc_qparams()  # keeps the range for repr and set_bit, and gives an affine scheme its zero point
         if self.observer.TYPE != "minmax":
             return self.scale, self.zero_point
-        spec, zero_point = self.spec, self.zero_point
+        spec = self.spec
+        zero_point = self.zero_point
         farthest = torch.full_like(zero_point, spec.qmax)
         if not spec.symmetric:
             farthest = torch.maximum(spec.qmax - zero_point, zero_point - spec.qmin)

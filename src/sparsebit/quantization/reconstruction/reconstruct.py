@@ -61,7 +61,8 @@ def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
         finally:
             qmodel._stop_calibration()
     qmodel.eval()
-    signature, device = signature_of(qmodel), qmodel.device
+    signature = signature_of(qmodel)
+    device = qmodel.device
     calls = [Call.of(batch, signature).to(device) for batch in batches]
     return reconstruct(qmodel.model, calls, **options)
 
@@ -124,7 +125,9 @@ class _Walk:
     def __init__(
         self, gm: fx.GraphModule, batches: Sequence[Call], store: Store, asym: bool, w: bool, a: bool
     ):
-        self.gm, self.store, self.modes = gm, store, (w, a)
+        self.gm = gm
+        self.store = store
+        self.modes = (w, a)
         self.float_lane = _Lane(gm, batches, store)
         self.quant_lane = _Lane(gm, batches, store) if asym else None
         self.left = list(gm.graph.nodes)

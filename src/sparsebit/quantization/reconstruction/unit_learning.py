@@ -46,7 +46,10 @@ class Samples:
     def __init__(
         self, unit: Unit, store: Store, inputs: list[Env], float_inputs: list[Env], targets: list[list[Any]]
     ):
-        self.store, self.inputs, self.float_inputs, self.targets = store, inputs, float_inputs, targets
+        self.store = store
+        self.inputs = inputs
+        self.float_inputs = float_inputs
+        self.targets = targets
         self.constants = {n for n in unit.inputs if n.op == "get_attr"}
         self.sizes = [0] * len(targets)
         self.positions = 1
@@ -54,7 +57,8 @@ class Samples:
 
     def _look(self) -> bool:
         """How many images each batch has; whether all values can be split into images of the same shape."""
-        shapes, separable = set(), True
+        shapes = set()
+        separable = True
         for i in range(len(self.targets)):
             env, targets = self._rows(i, None)
             self.sizes[i] = len(targets[0]) if targets[0].dim() else 1
@@ -113,7 +117,9 @@ class UnitLearning:
     """The work on one unit, inside `quantized(unit)`; `run` computes the unit's nodes from its inputs."""
 
     def __init__(self, unit: Unit, gm: fx.GraphModule, samples: Samples, run: Run, seed: int):
-        self.unit, self.samples, self.compute = unit, samples, run
+        self.unit = unit
+        self.samples = samples
+        self.compute = run
         self.generator = torch.Generator().manual_seed(seed)
         tops = [module_of(n, gm) for n in unit.nodes if n.op == "call_module"]
         self.modules = list(dict.fromkeys(m for top in tops for m in top.modules()))

@@ -108,13 +108,16 @@ def _runs(pieces: Iterable[list[fx.Node]], gm: fx.GraphModule, weighted: set[fx.
                 waiting += piece
         elif layers > LARGEST:
             ranges += _divided(waiting + piece, weighted)
-            waiting, open_layers = [], 0
+            waiting = []
+            open_layers = 0
         elif layers == 1 and 0 < open_layers < RUN:
             ranges[-1] += waiting + piece
-            waiting, open_layers = [], open_layers + 1
+            waiting = []
+            open_layers += 1
         else:
             ranges.append(waiting + piece)
-            waiting, open_layers = [], 1 if layers == 1 else 0
+            waiting = []
+            open_layers = 1 if layers == 1 else 0
     return ranges
 
 

@@ -39,7 +39,8 @@ def _grid(layers: Sequence[Layer]) -> str:
 
 
 def _chart(h: Histogram) -> str:
-    low, high = min(h.low, h.range[0]), max(h.high, h.range[1])
+    low = min(h.low, h.range[0])
+    high = max(h.high, h.range[1])
     scale = 1000 / ((high - low) or 1.0)
     x = lambda value: (value - low) * scale
     width = x(h.high) - x(h.low)

@@ -99,7 +99,8 @@ def _chart(layers: Sequence[Layer]) -> str:
 
 def _bar(i: int, layer: Layer, longest: float) -> str:
     share = layer.noise or 0.0
-    width, top = 100 * share / longest, ROW * i
+    width = 100 * share / longest
+    top = ROW * i
     label = f"{escape(layer.name)} <tspan>{100 * share:.1f} %, {decibel(layer.effect)}</tspan>"
     tip = escape(f"{layer.path} ({layer.op}, {layer.bits}): {decibel(layer.effect)} at the output")
     return (
@@ -200,7 +201,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], anchor: str = "r
     if not rows:
         return ""
     used = [i for i in range(len(head)) if any(row[i][0] for row in rows)]
-    head, rows = [head[i] for i in used], [[row[i] for i in used] for row in rows]
+    head = [head[i] for i in used]
+    rows = [[row[i] for i in used] for row in rows]
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "\n".join(
         f'<tr id="{anchor}-{i}">' + "".join(map(_cell, row)) + "</tr>" for i, row in enumerate(rows)

@@ -56,7 +56,8 @@ def as_markdown(facts: Facts) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns without a word in them are left out."""
     used = [i for i in range(len(head)) if any(row[i] for row in rows)]
-    head, rows = [head[i] for i in used], [[row[i] for i in used] for row in rows]
+    head = [head[i] for i in used]
+    rows = [[row[i] for i in used] for row in rows]
     cell = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) if rows else ""

@@ -147,7 +147,8 @@ def find_pairs(gm: fx.GraphModule) -> list[Pair]:
         between = list[fx.Node]()
         while set(node.users) == readers and node not in blocks and op_of(node, gm) in ACTIVATIONS:
             between.insert(0, node)
-            node, readers = node.all_input_nodes[0], {node}
+            readers = {node}
+            node = node.all_input_nodes[0]
         goes = blocks.get(node)
         if goes is not None and set(node.users) == readers and goes.forms == stays.forms:
             one, other = (_first_conv(gm, block) for block in (goes, stays))

@@ -53,7 +53,8 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         super().__init__(org_module, config)
         if org_module is None:
             return
-        packed, biases = self.in_proj_weight, self.in_proj_bias
+        packed = self.in_proj_weight
+        biases = self.in_proj_bias
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if packed is None else packed.chunk(3)
         for name, weight, bias in zip("qkv", weights, (None,) * 3 if biases is None else biases.chunk(3)):
@@ -127,7 +128,8 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
 
     def _mask(self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """What to add to `scores` (batch, head, query, key); appended keys are seen by all."""
-        total, appended = None, int(self.bias_k is not None) + int(self.add_zero_attn)
+        total = None
+        appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
             if mask is None:
                 continue

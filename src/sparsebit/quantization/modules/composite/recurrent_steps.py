@@ -26,8 +26,10 @@ def lstm_cell(x: Tensor, h: Tensor, state: State) -> State:
 
 
 def gru_cell(x: Tensor, h: Tensor, state: State) -> State:
-    (x_r, x_z, x_n), (h_r, h_z, h_n) = x.chunk(3, -1), h.chunk(3, -1)
-    keep, new = (x_z + h_z).sigmoid(), (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
+    x_r, x_z, x_n = x.chunk(3, -1)
+    h_r, h_z, h_n = h.chunk(3, -1)
+    keep = (x_z + h_z).sigmoid()
+    new = (x_n + (x_r + h_r).sigmoid() * h_n).tanh()
     return (new + keep * (state[0] - new),)
 
 
@@ -47,7 +49,8 @@ class StepByStep(TorchFunctionMode):
 
     def __init__(self, round_state: Round, round_unprojected: Round | None = None):
         super().__init__()
-        self.round, self.round_unprojected = round_state, round_unprojected
+        self.round = round_state
+        self.round_unprojected = round_unprojected
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
