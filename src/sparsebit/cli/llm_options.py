@@ -55,7 +55,9 @@ class Row:
         """As typer reads it; None stands for an option that is not given."""
         plain = self.kind if self.kind in (int, float, str, bool) else str
         text = f"{self.help} ({self.methods})" if self.methods else self.help
-        panel = "Options of the methods" if self.methods else "Options of the quantization"
+        panel = "Options of the quantization"
+        if self.methods:
+            panel = "Options of the methods"
         option = typer.Option(
             *self._flags(), help=text, metavar=self.metavar, show_default=False, rich_help_panel=panel
         )

@@ -86,7 +86,10 @@ def from_legacy(checkpoint: dict[str, Any], model: nn.Module) -> nn.Module:
     tie_weights(model)
     state = {key: tensor for key, tensor in checkpoint["model"].items() if not key.endswith(DERIVED)}
     settings = checkpoint["hyper_parameters"]
-    size = settings["groupsize"] if isinstance(settings, dict) else settings.groupsize
+    if isinstance(settings, dict):
+        size = settings["groupsize"]
+    else:
+        size = settings.groupsize
     if not all(_is_linear(model, name) for name in checkpoint["layers_bit"]):
         names = Names(model)
         unfold(model, lambda stack, shape: names.parts[stack])
@@ -116,7 +119,10 @@ def _swap(model: nn.Module, name: str, state: dict[str, Tensor], bits: int, grou
             f"checkpoint: {name} has {outputs} outputs, in the model {old.out_features}; pass the right model"
         )
     q = decode(parts, bits, old.in_features, group)
-    bias = None if old.bias is None and not bool(parts["bias"].any()) else parts["bias"]
+    if old.bias is None and not bool(parts["bias"].any()):
+        bias = None
+    else:
+        bias = parts["bias"]
     setattr(owner, leaf, QuantLinear(q, bias, old.weight.dtype))
 
 

@@ -57,7 +57,9 @@ class Report:
     @property
     def sparsity(self) -> float | None:
         """The share of zeros that pruning made; None where weights were quantized."""
-        return self._mean("sparsity") if any("sparsity" in a for a in self.layers.values()) else None
+        if any("sparsity" in a for a in self.layers.values()):
+            return self._mean("sparsity")
+        return None
 
     @property
     def left_share(self) -> float:

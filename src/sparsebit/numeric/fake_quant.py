@@ -221,4 +221,6 @@ def _reduce(grad: Tensor, axis: int | None) -> Tensor:
     axis = channel_axis(grad.dim(), axis)
     if axis is None:
         return grad.sum()
-    return grad.sum([d for d in range(grad.dim()) if d != axis]) if grad.dim() > 1 else grad
+    if grad.dim() > 1:
+        return grad.sum([d for d in range(grad.dim()) if d != axis])
+    return grad

@@ -66,7 +66,9 @@ class Histogram:
     """Counts per channel. Up to `exact` values per channel are kept; then they are counted."""
 
     def __init__(self, channels: int, exact: int | None = None, device: torch.device | str = "cpu"):
-        fine = int(math.log2(BINS / (2 * OCTAVES * channels))) if channels * 2 * OCTAVES < BINS else 0
+        fine = 0
+        if channels * 2 * OCTAVES < BINS:
+            fine = int(math.log2(BINS / (2 * OCTAVES * channels)))
         self.mantissa = max(MANTISSA[0], min(MANTISSA[1], fine))
         self.half = OCTAVES << self.mantissa  # bins of one sign; between the signs is the bin of 0
         self.limit = min(2 * self.half + 1, 2**13) if exact is None else exact

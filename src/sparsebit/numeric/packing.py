@@ -29,4 +29,6 @@ def unpack_bits(packed: Tensor, bits: int, length: int, signed: bool) -> Tensor:
     stream = (packed.to(torch.int16)[..., None] >> torch.arange(8, device=packed.device)) & 1
     stream = stream.flatten(-2)[..., : length * bits].unflatten(-1, (length, bits))
     values = (stream << torch.arange(bits, device=packed.device)).sum(-1).to(torch.int16)
-    return torch.where(values >= 2 ** (bits - 1), values - 2**bits, values) if signed else values
+    if signed:
+        return torch.where(values >= 2 ** (bits - 1), values - 2**bits, values)
+    return values

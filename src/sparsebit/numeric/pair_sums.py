@@ -60,9 +60,10 @@ def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
     """
     rows = in_sum_order(weight.detach().float())
     start = qparams.scale.detach().float()
-    owner = (
-        torch.arange(len(rows), device=rows.device) if len(start) > 1 else torch.zeros_like(rows[:, 0]).long()
-    )
+    if len(start) > 1:
+        owner = torch.arange(len(rows), device=rows.device)
+    else:
+        owner = torch.zeros_like(rows[:, 0]).long()
     sums = _pairs(rows).sum(-1).abs()
     large = (sums > LARGEST_SUM * start[owner, None]).nonzero(as_tuple=True)
     sums = sums[large]

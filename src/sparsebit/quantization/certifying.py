@@ -201,7 +201,9 @@ def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certifica
     ]
     with quantized(qmodel):
         for _, module in quant_oprs(qmodel.model):
-            name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
+            name = ""
+            if module.weight_quantizer is not None:
+                name = module.weight_quantizer.name
             has_bias = name in lowered.bias and hasattr(
                 module, "bias"
             )  # a weight of an LSTM has no separate bias

@@ -187,7 +187,9 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     model = files.read(path, ir.load)
     if "sparsebit.lowered" not in model.metadata_props:
         ours = "sparsebit.certificate" in model.metadata_props
-        what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
+        what = "was not written by Sparsebit"
+        if ours:
+            what = "holds an ordinary model, not a quantized one"
         raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
     try:
         lowered = Lowered.of_file(model)
@@ -250,7 +252,9 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
 
 def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
     """The weight that the file rounds: under the pair rule, its values are rounded already."""
-    return quantizer.rounded(weight) if quantizer.keeps_pairs else quantizer.transform(weight)
+    if quantizer.keeps_pairs:
+        return quantizer.rounded(weight)
+    return quantizer.transform(weight)
 
 
 @torch.no_grad()
@@ -262,7 +266,9 @@ def pair_rule_of(qmodel: Any) -> str:
         summed = [m.weight_quantizer for _, m in quant_oprs(qmodel.model) if m.sums_pairs]
         needed = any(quantizer is not None and needs_rule(quantizer.spec) for quantizer in summed)
         off = needed and not qmodel.cfg.w.pair_rule
-        return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
+        if off:
+            return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI"
+        return ""
     noise = plain = 0.0
     for quantizer, weight in ruled:
         wanted = quantizer.transform(weight).float()
@@ -271,7 +277,9 @@ def pair_rule_of(qmodel: Any) -> str:
         grid = QParams(*observer.calc_qparams_with_minmax(observer.min_val, observer.max_val))
         if torch.isfinite(grid.scale).all():
             plain += float((fake_quantize(wanted, grid, quantizer.spec) - wanted).square().sum())
-    price = f", {10 * math.log10(noise / plain):+.1f} dB of rounding error" if noise and plain else ""
+    price = ""
+    if noise and plain:
+        price = f", {10 * math.log10(noise / plain):+.1f} dB of rounding error"
     return f"{len(ruled)} weights{price}: sums are exact on every x86"
 
 

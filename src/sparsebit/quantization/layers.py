@@ -53,7 +53,10 @@ def names_of(node: fx.Node, inside: str = "") -> tuple[str, str]:
     path = str(node.meta.get("path", node.name))
     if not inside:
         return node.name, path
-    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    # in a model that stayed whole, names start at its layers
+    prefix = ""
+    if path:
+        prefix = f"{node.name}_"
     return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
 
 
@@ -131,7 +134,10 @@ def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
 
     def label(node: fx.Node) -> str:
         module = module_of(node, gm) if node.op == "call_module" else None
-        found = {} if module is None else {q: None for m in module.modules() for q in active_quantizers(m)}
+        if module is None:
+            found = {}
+        else:
+            found = {q: None for m in module.modules() for q in active_quantizers(m)}
         return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
 
     return label

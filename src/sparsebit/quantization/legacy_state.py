@@ -206,7 +206,9 @@ def is_calibrated(name: str, state: State) -> bool:
 def translate(name: str, quantizer: Quantizer, state: State) -> None:
     """What a kind of quantizer keeps in another way than the original."""
     layer = name.rpartition(".")[0]
-    weight = state.get(f"{layer}.weight") if name.endswith("weight_quantizer") else None
+    weight = None
+    if name.endswith("weight_quantizer"):
+        weight = state.get(f"{layer}.weight")
     if isinstance(quantizer, PACTQuantizer) and f"{name}.alpha" in state:
         state[f"{name}.alpha"] = state[f"{name}.alpha"].reshape(-1)
     if isinstance(quantizer, AdaRoundQuantizer) and weight is not None and f"{name}.v" in state:

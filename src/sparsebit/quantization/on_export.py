@@ -57,11 +57,9 @@ def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
     saved: list[tuple[nn.Module, Any, Any]] = []
     try:
         for module in qmodel.model.modules():
-            name = (
-                module.weight_quantizer.name
-                if isinstance(module, QuantOpr) and module.weight_quantizer
-                else ""
-            )
+            name = ""
+            if isinstance(module, QuantOpr) and module.weight_quantizer:
+                name = module.weight_quantizer.name
             if name not in biases:
                 continue
             saved.append((module, module._parameters.get("bias"), module.bias_correction))

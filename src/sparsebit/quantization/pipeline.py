@@ -75,8 +75,14 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
             if first is not node:  # weights used again: one QModule for all calls; others get one per call
                 repeats.append((node, first))
                 continue
-        qmodule = cls(source, ctx.config) if source is node or _takes_config(cls) else cls(source)
-        qmodule.training = source.training if isinstance(source, nn.Module) else gm.training
+        if source is node or _takes_config(cls):
+            qmodule = cls(source, ctx.config)
+        else:
+            qmodule = cls(source)
+        if isinstance(source, nn.Module):
+            qmodule.training = source.training
+        else:
+            qmodule.training = gm.training
         new[node] = (_free_name(node.name, gm), qmodule)
     replace_modules(gm, new)
     for node, first in repeats:
@@ -169,7 +175,9 @@ def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
 
 
 def _quantize_island(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> int:
-    return quantize_inside(module_of(node, gm), ctx.config) if node.op == "call_module" else 0
+    if node.op == "call_module":
+        return quantize_inside(module_of(node, gm), ctx.config)
+    return 0
 
 
 def _quantize_per_call(node: fx.Node, module: QuantOpr, gm: fx.GraphModule) -> int:
@@ -195,7 +203,10 @@ def _names(node: fx.Node, inside: str) -> tuple[str, str]:
     path = str(node.meta.get("path", node.name))
     if not inside:
         return node.name, path
-    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    # in a model that stayed whole, names start at its layers
+    prefix = ""
+    if path:
+        prefix = f"{node.name}_"
     return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
 
 
@@ -209,13 +220,17 @@ def _enclosing(node: fx.Node, inside: str) -> Iterator[str]:
 def _free_name(name: str, gm: fx.GraphModule) -> str:
     """A QModule is stored under its node's name, unless a parameter or something of torch's has that name."""
     taken = getattr(gm, name, None)
-    return name if taken is None or isinstance(taken, nn.Module) else fresh_name(gm, f"{name}_op")
+    if taken is None or isinstance(taken, nn.Module):
+        return name
+    return fresh_name(gm, f"{name}_op")
 
 
 def _describe(node: fx.Node, gm: fx.GraphModule) -> str:
     if node.op == "call_module":
         return f"{node.target} ({type(module_of(node, gm)).__name__})"
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _takes_config(cls: type) -> bool:

@@ -194,9 +194,9 @@ class FeatureMatch:
             layers = [path for path in ours if isinstance(theirs.get(path), weighted)][1:]
         missing = [path for path in layers if path not in ours or path not in theirs]
         if missing or not layers:
-            what = (
-                f"{missing[0]!r} is not a layer of both models" if missing else "no layer is in both models"
-            )
+            what = "no layer is in both models"
+            if missing:
+                what = f"{missing[0]!r} is not a layer of both models"
             raise ConfigError(f"FeatureMatch: {what}; both have {sorted(set(ours) & set(theirs))[:5]}, ...")
         self._read: dict[tuple[str, str], Tensor] = {}
         self._handles = []

@@ -42,7 +42,12 @@ def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
 
 def _layer(name: str, method: str, row: dict[str, Any]) -> Layer:
     error = row.get("error")
-    own = None if error is None else -10 * math.log10(error) if error > 0 else math.inf
+    if error is None:
+        own = None
+    elif error > 0:
+        own = -10 * math.log10(error)
+    else:
+        own = math.inf
     zeros = f", {row['sparsity']:.0%} zeros" if "sparsity" in row else ""
     found = Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", f"{method}{zeros}", own=own)
     found.bytes, found.quantized_bytes = row.get("bytes", (0, 0))

@@ -78,7 +78,10 @@ def prune(
     _check_model(model, net)
     with running(output, "prune", inputs, asked, resume) as run:
         small = _pruned(run, net, batches, how, data is not None)
-        exported = steps.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+        if export:
+            exported = steps.export_step(run, small, batches, fixed_batch)
+        else:
+            exported = {"ok": None}
         compare.compare(run, net, small, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
         steps.refresh_report(output)

@@ -63,7 +63,10 @@ def quantize(
                 layers = steps.describe(run, qmodel, batches[0])
                 facts.update(samples=sum(map(length, batches)), batch=length(batches[0]))
                 facts.update(_sizes(layers["totals"]))
-        exported = steps.export_step(run, qmodel, batches, fixed_batch, tune) if export else {"ok": None}
+        if export:
+            exported = steps.export_step(run, qmodel, batches, fixed_batch, tune)
+        else:
+            exported = {"ok": None}
         compare.compare(run, net, qmodel, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
         steps.refresh_report(output)

@@ -85,7 +85,10 @@ def _arrays(
 
     try:
         found = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
-        arrays = {"": found} if isinstance(found, np.ndarray) else {k: found[k] for k in found.files}
+        if isinstance(found, np.ndarray):
+            arrays = {"": found}
+        else:
+            arrays = {k: found[k] for k in found.files}
     except ValueError as error:
         why = "objects are pickled in it" if _is_pickled(error) else one_line(error)
         raise InputError(f"{path}: cannot be read: {why}; save arrays of numbers") from None
@@ -119,7 +122,9 @@ def _argument_names(path: Path, model: Any, names: list[str]) -> list[str]:
     """Arrays that are called like the arguments of the forward are given by name, others in their order."""
     import inspect
 
-    known = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else []
+    known = []
+    if hasattr(model, "forward"):
+        known = list(inspect.signature(model.forward).parameters)
     fitting = [name for name in names if name in known]
     if fitting == names:
         return names
@@ -211,7 +216,10 @@ def _of_loader(spec: str, samples: int) -> list[Any]:
     from torch import Tensor
 
     found = find_object(spec)
-    batches = call(spec, found) if callable(found) and not hasattr(found, "__iter__") else found
+    if callable(found) and not hasattr(found, "__iter__"):
+        batches = call(spec, found)
+    else:
+        batches = found
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if not isinstance(batches, Iterable):

@@ -74,7 +74,10 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
     import torch
     from torch.utils import _pytree as pytree
 
-    runs = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+    if isinstance(model, torch.export.ExportedProgram):
+        runs = model.module()
+    else:
+        runs = model
     device = next((p.device for p in runs.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), _call(model, batch))
     try:
@@ -82,7 +85,10 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
             runs(*args, **kwargs)
     except Exception as error:
         shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        given = f"--data {inputs.data}" if inputs.data else f"--input-shape {inputs.input_shape}"
+        if inputs.data:
+            given = f"--data {inputs.data}"
+        else:
+            given = f"--input-shape {inputs.input_shape}"
         raise InputError(
             f"{given}: {inputs.model} does not run on inputs of shape {', '.join(map(str, shapes))}: "
             f"{one_line(error)}{_hint(args)}"
@@ -96,7 +102,7 @@ def _hint(args: tuple[Any, ...]) -> str:
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() != 4 or first.is_floating_point():
         return ""
-    order = (
-        " with the colours on axis 1" if first.shape[-1] in (1, 3) and first.shape[1] not in (1, 3) else ""
-    )
+    order = ""
+    if first.shape[-1] in (1, 3) and first.shape[1] not in (1, 3):
+        order = " with the colours on axis 1"
     return f"; it holds whole numbers: give floats as in training, mostly (x / 255 - mean) / std{order}"

@@ -45,7 +45,9 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     if weights is not None:
         load_weights(model, spec, Path(weights))
     _refuse_non_finite(model, weights or spec)
-    return model if isinstance(model, export.ExportedProgram) else _in_float32(spec, model.eval())
+    if isinstance(model, export.ExportedProgram):
+        return model
+    return _in_float32(spec, model.eval())
 
 
 def _in_float32(spec: str, model: Any) -> Any:

@@ -19,7 +19,10 @@ def find_object(spec: str) -> Any:
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise InputError(f"{spec}: which function of it? write {spec.strip(':')}:name")
-    module = _of_file(spec, Path(where)) if where.endswith(".py") else _of_package(spec, where)
+    if where.endswith(".py"):
+        module = _of_file(spec, Path(where))
+    else:
+        module = _of_package(spec, where)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -68,7 +71,9 @@ def _of_package(spec: str, name: str) -> ModuleType:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
     except (ModuleNotFoundError, ValueError) as error:
-        hint = "; a file is named with its ending, as net.py:build" if Path(f"{name}.py").exists() else ""
+        hint = ""
+        if Path(f"{name}.py").exists():
+            hint = "; a file is named with its ending, as net.py:build"
         raise InputError(f"{spec}: {one_line(error)}{hint}") from None
     module: ModuleType = call(spec, lambda: importlib.import_module(name))
     return module

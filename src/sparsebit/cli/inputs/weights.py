@@ -44,9 +44,14 @@ def read_weights(path: Path) -> dict[str, Any]:
     from torch import Tensor
 
     if not path.is_file():
-        what = "is a folder; name the file of weights" if path.is_dir() else "no such file"
+        what = "no such file"
+        if path.is_dir():
+            what = "is a folder; name the file of weights"
         raise InputError(f"{path}: {what}")
-    found = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    if path.suffix == ".safetensors":
+        found = _safetensors(path)
+    else:
+        found = _torch_file(path)
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]

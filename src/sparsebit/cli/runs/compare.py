@@ -56,7 +56,12 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     if "sqnr" in result:
         facts = result["sqnr"]
         db = float(facts["db"])
-        noise = f"{db:.1f} dB" if math.isfinite(db) else "exact" if db > 0 else "lost"
+        if math.isfinite(db):
+            noise = f"{db:.1f} dB"
+        elif db > 0:
+            noise = "exact"
+        else:
+            noise = "lost"
         found.append(f"SQNR         {noise} against float, on {facts['samples']} samples")
     if "metric" in result:
         facts = result["metric"]
@@ -104,7 +109,9 @@ def measure_sqnr(net: Any, small: Any, batches: list[Any]) -> dict[str, Any] | N
             if len({tuple(map(str, found)) for found in shapes}) > 1:
                 return None
             noise.add(new, real)
-    return {"db": noise.db, "samples": sum(map(length, batches))} if noise.signal else None
+    if noise.signal:
+        return {"db": noise.db, "samples": sum(map(length, batches))}
+    return None
 
 
 def runnable(net: Any) -> Any:
@@ -193,11 +200,9 @@ def _why_float(file: Path) -> dict[str, str]:
 
 def _cores() -> list[int]:
     """Those this process may use."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def machine() -> str:
@@ -275,7 +280,9 @@ def _labels(model: Any, batches: list[Any]) -> list[Any]:
     found = []
     for batch in batches:
         inputs = example_of(model, batch)
-        rest = batch[len(inputs) :] if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple) else ()
+        rest = ()
+        if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple):
+            rest = batch[len(inputs) :]
         if len(rest) != 1 or not isinstance(rest[0], torch.Tensor) or rest[0].is_floating_point():
             return []
         if rest[0].dim() != 1 or len(rest[0]) != len(inputs[0]):

@@ -105,5 +105,8 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
 def _op(node: Any, module: Any) -> str:
     if node.op in ("placeholder", "output"):
         return "input" if node.op == "placeholder" else "output"
-    name = type(module).__name__ if module is not None else getattr(node.target, "__name__", str(node.target))
+    if module is not None:
+        name = type(module).__name__
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
     return name[1:] if name[:1] == "Q" and name[1:2].isupper() else name

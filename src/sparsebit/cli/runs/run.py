@@ -36,7 +36,9 @@ class Run:
             about = json.loads((folder / ABOUT).read_text("utf-8"))
             Inputs(**about["inputs"]), about["command"], about["settings"], about["steps"]
         except FileNotFoundError:
-            what = "is no folder of a run: it has no run.json" if folder.is_dir() else "no such folder"
+            what = "no such folder"
+            if folder.is_dir():
+                what = "is no folder of a run: it has no run.json"
             raise InputError(f"{folder}: {what}") from None
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{folder / ABOUT}: is broken, or was written by another version") from None
@@ -87,9 +89,10 @@ def running(
     fresh = check_output(folder, asked, resume)
     made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    run = (
-        Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}}) if fresh else Run.open(folder)
-    )
+    if fresh:
+        run = Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}})
+    else:
+        run = Run.open(folder)
     try:
         with _logged(folder / LOG):
             run.save()

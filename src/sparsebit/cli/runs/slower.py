@@ -21,7 +21,10 @@ def warn_if_slower(run: Any) -> None:
     ratio = times["new"] / times["float"]
     if ratio < SLOWER:
         return
-    reason = _of_pruned(run) if run.command == "prune" else _of_quantized(run, times["float"])
+    if run.command == "prune":
+        reason = _of_pruned(run)
+    else:
+        reason = _of_quantized(run, times["float"])
     log.warning("the new file is slower than the float one, %.2f x its time: %s", ratio, reason)
 
 

@@ -292,7 +292,9 @@ def like(example: Any, proxy: Any) -> Any:
 
 
 def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    return values if type(example) is dict else type(example)(values)  # type: ignore[call-arg]
+    if type(example) is dict:
+        return values
+    return type(example)(values)  # type: ignore[call-arg]
 
 
 class State:

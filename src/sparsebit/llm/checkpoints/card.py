@@ -21,7 +21,10 @@ def write_card(report: Report, run: dict[str, Any], config: dict[str, Any]) -> N
 def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
     from sparsebit import __version__
 
-    what = f"{report.average_bits:.3g} bits" if report.sparsity is None else f"{report.sparsity:.0%} zeros"
+    if report.sparsity is None:
+        what = f"{report.average_bits:.3g} bits"
+    else:
+        what = f"{report.sparsity:.0%} zeros"
     yield "---"
     yield "library_name: transformers"
     yield f"tags: [{'quantized' if report.sparsity is None else 'pruned'}, sparsebit]"

@@ -124,7 +124,9 @@ def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> st
     others = {name: verdict.reason for name, verdict in verdicts.items() if name != reader.TYPE}
     fit = [name for name, why in others.items() if not why]
     also = "; ".join(f"{name}: {why}" for name, why in others.items() if why)
-    way = f"name a reader that does (reader= or --reader: {', '.join(fit)}), " if fit else ""
+    way = ""
+    if fit:
+        way = f"name a reader that does (reader= or --reader: {', '.join(fit)}), "
     return (
         f"reader: {' '.join([reader.TYPE, reader.version()]).strip()} would not run this checkpoint: {reason}"
         f"{f' ({also})' if also else ''}. Choose other options or another format, {way}"
@@ -187,7 +189,9 @@ def _compared(reader: Reader, folder: Path, ours: _Ours) -> Row:
     if gap > NEAR:
         return Row(name, "failed", f"failed: its logits differ from those of llm.load by {gap:.1%}", version)
     same = "equal" if gap <= EQUAL else f"within {gap:.2%}"
-    left = f"; the inputs that were made up do not reach {ours.left}" if ours.left else ""
+    left = ""
+    if ours.left:
+        left = f"; the inputs that were made up do not reach {ours.left}"
     return Row(name, "runs", f"runs, logits {same}{left}", version)
 
 

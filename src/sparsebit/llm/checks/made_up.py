@@ -61,7 +61,10 @@ def _candidates(model: Any) -> Iterator[Inputs]:
     """The richest first; words alone last."""
     config = model.config
     takes = set(inspect.signature(model.forward).parameters)
-    names = ["decoder_input_ids"] if config.is_encoder_decoder and "input_ids" not in takes else ["input_ids"]
+    if config.is_encoder_decoder and "input_ids" not in takes:
+        names = ["decoder_input_ids"]
+    else:
+        names = ["input_ids"]
     if "input_ids" in names and config.is_encoder_decoder and "decoder_input_ids" in takes:
         names.append("decoder_input_ids")
     ids = _words(config)
@@ -98,7 +101,10 @@ def _text(
 ) -> Inputs:
     """Words behind as many tokens as a picture takes, and what some models want to know about them."""
     token, places = pieces
-    first = ids if token is None else torch.cat([torch.full((1, places), token), ids], 1)
+    if token is None:
+        first = ids
+    else:
+        first = torch.cat([torch.full((1, places), token), ids], 1)
     found = {name: first if name == names[0] else ids for name in names}
     is_image = first == (-1 if token is None else token)
     kinds = {
@@ -117,7 +123,9 @@ def _text(
 
 def _places(model: Any, shown: Inputs) -> int:
     """How many tokens a picture or a sound takes."""
-    method = "get_audio_features" if "input_features" in shown else "get_image_features"
+    method = "get_image_features"
+    if "input_features" in shown:
+        method = "get_audio_features"
     features = getattr(model, method, None) or getattr(getattr(model, "model", None), method, None)
     if features is None or not shown:
         return 0
@@ -155,7 +163,9 @@ def _pictures(model: Any, takes: set[str]) -> Iterator[Inputs]:
     if "pixel_values" in takes:
         yield {"pixel_values": _random(1, channels, height, width)}
         for pieces in PIECES:
-            size = {"image_sizes": torch.tensor([[height, width]])} if "image_sizes" in takes else {}
+            size = {}
+            if "image_sizes" in takes:
+                size = {"image_sizes": torch.tensor([[height, width]])}
             yield {"pixel_values": _random(1, pieces, channels, height, width), **size}
 
 

@@ -20,7 +20,10 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int 
     """
     if tokens.dim() == 1:
         parts = list(tokens.split(length))
-        windows = [torch.stack(parts[:-1]), parts[-1][None]] if len(parts) > 1 else [parts[0][None]]
+        if len(parts) > 1:
+            windows = [torch.stack(parts[:-1]), parts[-1][None]]
+        else:
+            windows = [parts[0][None]]
     elif tokens.dim() == 2:
         windows = [tokens]
     else:

@@ -51,11 +51,9 @@ class Quality:
 
     @property
     def where(self) -> str:
-        return (
-            "calibration tokens that were held back"
-            if self.apart
-            else "calibration tokens, fitted on as well"
-        )
+        if self.apart:
+            return "calibration tokens that were held back"
+        return "calibration tokens, fitted on as well"
 
     def facts(self) -> dict[str, Any]:
         """For JSON, which knows no infinity."""
@@ -136,7 +134,9 @@ def _pieces(model: Any, targets: Tensor, takes: Any) -> Iterator[tuple[slice, di
     """Runs of positions whose logits fit into ROOM, where the model can be asked for some of them."""
     rows, length = targets.shape
     config: Any = getattr(model, "config", None)
-    size = getattr(config.get_text_config(), "vocab_size", 0) if hasattr(config, "get_text_config") else 0
+    size = 0
+    if hasattr(config, "get_text_config"):
+        size = getattr(config.get_text_config(), "vocab_size", 0)
     if "logits_to_keep" not in takes.parameters or not size:
         yield slice(0, length), {}
         return

@@ -33,7 +33,9 @@ class Turned(Format):
             "weight_scale": ((groups, outputs), "scale"),
             "weight_shape": ((2,), "int64"),
         }
-        return found if spec.symmetric else {**found, "weight_zero_point": ((groups, outputs), "int8")}
+        if spec.symmetric:
+            return found
+        return {**found, "weight_zero_point": ((groups, outputs), "int8")}
 
     def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
         if q.g_idx is not None:

@@ -182,7 +182,10 @@ def no_windows(config: Any) -> list[str]:
     """llama.cpp lets every layer see everything: the same, as long as the window is not full."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    used = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
+    if kinds is None:
+        used = getattr(config, "use_sliding_window", True)
+    else:
+        used = "sliding_attention" in kinds
     if not window or not used or window >= context(config):
         return []
     return [f"llama.cpp has no sliding window here: texts of more than {window} tokens are run otherwise"]
@@ -191,7 +194,10 @@ def no_windows(config: Any) -> list[str]:
 def query_scale(config: Any) -> list[str]:
     """llama.cpp computes the scale of Gemma's attention from the sizes."""
     large = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
-    wanted = config.hidden_size // config.num_attention_heads if large else head_size(config)
+    if large:
+        wanted = config.hidden_size // config.num_attention_heads
+    else:
+        wanted = head_size(config)
     if float(config.query_pre_attn_scalar) != float(wanted):
         refuse(
             config, f"query_pre_attn_scalar is {config.query_pre_attn_scalar}", f"of this size has {wanted}"

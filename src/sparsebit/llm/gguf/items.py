@@ -39,7 +39,10 @@ class Item:
 
     def rows(self, order: Tensor) -> Item:
         """Some of the outputs, in a new order."""
-        shape = (*self.shape[:-2], len(order), self.shape[-1]) if len(self.shape) > 1 else (len(order),)
+        if len(self.shape) > 1:
+            shape = (*self.shape[:-2], len(order), self.shape[-1])
+        else:
+            shape = (len(order),)
         return self._then(shape, lambda value: take_rows(value, order))
 
     def map(self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Item:
@@ -82,7 +85,9 @@ def of_layers(layers: list[Any], stacked: bool = False) -> Item:
 
 
 def _reader(layer: Any) -> Callable[[], Value]:
-    return layer.quantized if isinstance(layer, QuantLinear) else lambda: layer.weight.detach()
+    if isinstance(layer, QuantLinear):
+        return layer.quantized
+    return lambda: layer.weight.detach()
 
 
 def items_of(model: nn.Module) -> Iterator[tuple[str, Item]]:

@@ -44,8 +44,15 @@ def fit(q: QuantizedWeight) -> Fit:
         return Fit("Q8_0", REQUANTIZED, "no block holds 8 bits with a zero point")
     if not bool(torch.isfinite(q.scales.to(torch.float16)).all()):
         return Fit("Q8_0", REQUANTIZED, "a scale is too large for float16")
-    kind = "Q8_0" if q.bits == 8 else "Q4_0" if q.symmetric else "Q4_1"
-    return Fit(kind) if _exact(q) else Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
+    if q.bits == 8:
+        kind = "Q8_0"
+    elif q.symmetric:
+        kind = "Q4_0"
+    else:
+        kind = "Q4_1"
+    if _exact(q):
+        return Fit(kind)
+    return Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
 
 
 def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:

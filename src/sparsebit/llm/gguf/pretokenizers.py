@@ -103,7 +103,9 @@ def probe() -> str:
 def _cut(told: dict[str, Any] | None) -> list[tuple[int, int]]:
     """Where the probe is cut. Bytes are not looked at: a ByteLevel step writes each byte as one character."""
     pre = _pre_tokenizer(told)
-    return [] if pre is None else [place for _, place in pre.pre_tokenize_str(probe())]
+    if pre is None:
+        return []
+    return [place for _, place in pre.pre_tokenize_str(probe())]
 
 
 def _pre_tokenizer(told: dict[str, Any] | None) -> Any:

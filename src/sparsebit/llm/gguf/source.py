@@ -32,7 +32,9 @@ class Source:
         rows = len(keys["tokenizer.ggml.tokens"])
         eos = keys.get("tokenizer.ggml.eos_token_id")
         others = [i for i in self.end_ids if i != eos and i < rows]
-        return {"tokenizer.ggml.eot_token_id": others[0]} if len(others) == 1 and eos is not None else {}
+        if len(others) == 1 and eos is not None:
+            return {"tokenizer.ggml.eot_token_id": others[0]}
+        return {}
 
 
 def open_model(model: Any) -> Source:

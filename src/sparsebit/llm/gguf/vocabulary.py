@@ -174,9 +174,10 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """Text and type of each of `rows` tokens. Texts differ, because llama.cpp ends where two are equal."""
     vocab = told["model"]["vocab"]
-    by_id = (
-        {i: t for t, i in vocab.items()} if isinstance(vocab, dict) else dict(enumerate(t for t, _ in vocab))
-    )
+    if isinstance(vocab, dict):
+        by_id = {i: t for t, i in vocab.items()}
+    else:
+        by_id = dict(enumerate(t for t, _ in vocab))
     kinds = dict.fromkeys(by_id, NORMAL)
     for i, text in by_id.items():
         if text in BYTES:

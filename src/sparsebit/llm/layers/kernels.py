@@ -70,14 +70,22 @@ class Native:
 
     def multiply(self, x: Tensor) -> Tensor:
         """x W^T in float32, for few rows x of shape (..., inputs)."""
-        x = x if x.dtype == torch.float32 and x.is_contiguous() else x.detach().float().contiguous()
+        if not (x.dtype == torch.float32 and x.is_contiguous()):
+            x = x.detach().float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs
         source = x.data_ptr()
         target = out.data_ptr()
         threads = self._threads()
         while rows > 0:
-            count = 8 if rows >= 8 else 4 if rows >= 4 else 2 if rows >= 2 else 1
+            if rows >= 8:
+                count = 8
+            elif rows >= 4:
+                count = 4
+            elif rows >= 2:
+                count = 2
+            else:
+                count = 1
             self.library.multiply(self.at, source, target, self.bits, count, threads)
             rows -= count
             source += 4 * count * self.inputs
@@ -166,4 +174,6 @@ def native(
         and zeros.dtype == torch.uint8
     )
     library = _load() if fits else None
-    return None if library is None else Native(library, tensors, inputs, group or inputs, bits)
+    if library is None:
+        return None
+    return Native(library, tensors, inputs, group or inputs, bits)

@@ -65,7 +65,9 @@ class QuantLinear(nn.Linear):
             matrix: Tensor = gpu.dequantize(self, dtype)
             return matrix
         native = self._find_native()
-        return self.quantized().dequantize(dtype) if native is None else native.dequantize(dtype)
+        if native is None:
+            return self.quantized().dequantize(dtype)
+        return native.dequantize(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type

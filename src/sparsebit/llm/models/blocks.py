@@ -106,7 +106,10 @@ def find_blocks(
     if path is not None and towers is not None:
         raise ConfigError("blocks and towers: both choose the layers that are quantized; give one of them")
     names = Names(model)
-    found = [_tower(model, path, names)] if path is not None else find_towers(model, names)
+    if path is not None:
+        found = [_tower(model, path, names)]
+    else:
+        found = find_towers(model, names)
     chosen = _chosen(model, found, towers)
     _check_shared(model, chosen)
     inside = {
@@ -144,7 +147,12 @@ def find_towers(model: nn.Module, names: Names) -> list[Tower]:
 
 
 def _chosen(model: Any, found: list[Tower], towers: str | Sequence[str] | None) -> list[Tower]:
-    asked = [towers] if isinstance(towers, str) else list(towers) if towers is not None else None
+    if isinstance(towers, str):
+        asked = [towers]
+    elif towers is not None:
+        asked = list(towers)
+    else:
+        asked = None
     if asked == ["all"] or (len(found) == 1 and asked is None):
         return found
     if asked is None:
@@ -231,7 +239,9 @@ def _others(lists: list[nn.Module]) -> str:
     turned = sum(is_conv1d(m) for m in modules)
     stacks = sum(len(list(stacks_of(m))) for m in modules)
     found = [f"{turned} Conv1D"] * bool(turned) + [f"{stacks} tensors of stacked experts"] * bool(stacks)
-    return f"{' and '.join(found)} are stored as Linear layers: llm.load reads them" if found else ""
+    if found:
+        return f"{' and '.join(found)} are stored as Linear layers: llm.load reads them"
+    return ""
 
 
 def linears_of(block: nn.Module) -> dict[str, nn.Linear]:

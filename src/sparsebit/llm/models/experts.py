@@ -110,7 +110,10 @@ def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer: Any = nn.Linear(1, 1, bias=False)
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    if bias is None:
+        layer.bias = None
+    else:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
     found: nn.Linear = layer
     return found
 

@@ -54,7 +54,10 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state = dict(model.state_dict())
-        self.prefix = getattr(model, "base_model_prefix", None) if _is_transformers(model) else None
+        if _is_transformers(model):
+            self.prefix = getattr(model, "base_model_prefix", None)
+        else:
+            self.prefix = None
         self.renamings, self.converters = _split(_conversions(model, reading=True))
         self.back_names, self.back_converters = _split(_conversions(model, reading=False))
         self.parts: dict[str, list[Part]] = {}  # by stack

@@ -88,7 +88,9 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
         return usual
     found = getattr(transformers, names[0], None)
     if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
-        found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
+        found = None
+        if usual is not None and usual.__name__.lower() == names[0].lower():
+            found = usual
     if found is None:
         raise ConfigError(
             f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
@@ -151,7 +153,10 @@ def tie_weights(model: Any, there: set[str] | None = None) -> None:
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         return
     for name in ("config", "text_config"):
-        config = getattr(model, "config", None) if name == "config" else model.config.get_text_config()
+        if name == "config":
+            config = getattr(model, "config", None)
+        else:
+            config = model.config.get_text_config()
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # type: ignore[union-attr]
 

@@ -204,7 +204,10 @@ def opened(path: Path) -> Iterator[Any]:
         with safe_open(str(path), framework="pt") as file:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
-        what = "is missing" if not path.exists() else f"cannot be read: {first_line(error)}"
+        if not path.exists():
+            what = "is missing"
+        else:
+            what = f"cannot be read: {first_line(error)}"
         raise ConfigError(f"{path}: {what}; copy or download the file again") from error
 
 
@@ -240,7 +243,9 @@ def tied_names(model: nn.Module) -> set[str]:
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
     """As transformers loads them: in the config's dtype, except what a model wants to keep in float32."""
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    plan = {}
+    if hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(model.dtype)
     for name in found:
         for pattern, dtype in plan.items():
             if re.search(pattern.replace("*", ".*"), name):

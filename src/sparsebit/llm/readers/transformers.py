@@ -65,7 +65,9 @@ class Transformers(Reader):
             return Verdict(reason)
         settings = {"dequantize": True}
         again = probe(plan.with_settings(settings))
-        return Verdict(f"{again}{_later(self.version())}") if again else Verdict(settings=settings)
+        if again:
+            return Verdict(f"{again}{_later(self.version())}")
+        return Verdict(settings=settings)
 
     def logits(self, folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
         from safetensors.torch import load_file, save_file
@@ -128,7 +130,9 @@ def _refusal(plan: Plan) -> str:
     """The facts that are known without a process."""
     experts = {layer.spec for layer in plan.layers.values() if layer.expert}
     if plan.format == "gptq":
-        return "its experts are one tensor, which optimum does not pack" if experts else ""
+        if experts:
+            return "its experts are one tensor, which optimum does not pack"
+        return ""
     for name, layer in plan.layers.items():
         if layer.spec.group and layer.inputs % layer.spec.group:
             return f"{layer.inputs} inputs of {name} are no multiple of {layer.spec.group}"
@@ -144,7 +148,9 @@ def _refusal(plan: Plan) -> str:
 def _later(version: str) -> str:
     """Older versions unpack after loading, when a class has looked for its weights already."""
     numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
-    return " (5.23 and later unpack layers while they load)" if numbers < [5, 23] else ""
+    if numbers < [5, 23]:
+        return " (5.23 and later unpack layers while they load)"
+    return ""
 
 
 def _one_scheme(plan: Plan) -> bool:
@@ -165,7 +171,9 @@ def _reason(answer: dict[str, Any]) -> str:
     """An error, or tensors that did not find their place, in a few words."""
     if "error" in answer:
         text = str(answer["error"]).splitlines()[0][:200]
-        return "its tensors could not be converted while loading" if "automatic conversion" in text else text
+        if "automatic conversion" in text:
+            return "its tensors could not be converted while loading"
+        return text
     words = {
         "missing_keys": "would get random values, such as {}",
         "unexpected_keys": "of the files have no place, such as {}",

@@ -123,7 +123,9 @@ def _weight(layer: Any) -> Tensor:
     """The float32 matrix of a layer, packed or not."""
     if is_nf4(layer):
         return nf4_weight(layer)
-    return layer.dequantize(torch.float32) if isinstance(layer, QuantLinear) else layer.weight.float()
+    if isinstance(layer, QuantLinear):
+        return layer.dequantize(torch.float32)
+    return layer.weight.float()
 
 
 def _dtype(layer: Any) -> torch.dtype:

@@ -174,9 +174,11 @@ def row_maps(rows: int, width: int, head_sizes: list[int]) -> Iterator[Tensor]:
     if rows >= width and rows % width == 0:
         yield channels + rows - width
     for size in head_sizes:
-        shared = (
-            rows if rows < width else (rows - width) // 2
-        )  # a separate layer, or the last part of fused q, k, v
+        # a separate layer, or the last part of fused q, k, v
+        if rows < width:
+            shared = rows
+        else:
+            shared = (rows - width) // 2
         heads = width // size
         kept = shared // size
         if width % size == 0 and shared % size == 0 and kept and heads % kept == 0 and heads > kept:

@@ -193,7 +193,10 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
     stages: dict[str, list[list[str]]] = {}
     for group in groups:
         owner, _, leaf = group[0].rpartition(".")
-        stack = f"{owner.rpartition('.')[0]}.*.{leaf}" if is_routed(block, group[0]) else group[0]
+        if is_routed(block, group[0]):
+            stack = f"{owner.rpartition('.')[0]}.*.{leaf}"
+        else:
+            stack = group[0]
         stages.setdefault(stack, []).append(group)
     return list(stages.values())
 
@@ -205,7 +208,9 @@ def _fold_scales(
     them."""
     found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
     scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
-    statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
+    statistics = {}
+    if scaled:
+        statistics = lanes.collect([group for group, _ in scaled], peaks=True)
     about = {}
     for group, feeder in scaled:
         weights = [lanes.block.get_submodule(name).weight for name in group]

@@ -43,7 +43,9 @@ class Call:
         """With all float tensors in `dtype`."""
 
         def change(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
 
         return Call(pytree.tree_map(change, self.args), pytree.tree_map(change, self.kwargs), self.hole)
 
@@ -66,7 +68,9 @@ class Wrap:
         self.tensors = any(isinstance(leaf, Tensor) for leaf in others)
 
     def __call__(self, hidden: Tensor) -> Any:
-        return hidden if self.tree is None else pytree.tree_unflatten([hidden, *self.others], self.tree)
+        if self.tree is None:
+            return hidden
+        return pytree.tree_unflatten([hidden, *self.others], self.tree)
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -197,7 +201,9 @@ def runner(model: Any) -> Callable[..., Any]:
     takes = {p.kind for p in signature.parameters.values()}
     cached = hasattr(config, "get_text_config") and hasattr(config.get_text_config(), "use_cache")
     passed_on = cached and inspect.Parameter.VAR_KEYWORD in takes
-    extra = {"use_cache": False} if "use_cache" in signature.parameters or passed_on else {}
+    extra = {}
+    if "use_cache" in signature.parameters or passed_on:
+        extra = {"use_cache": False}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
     def run(batch: Any, **more: Any) -> Any:

@@ -242,7 +242,9 @@ def without_padding(model: Any, batch: Any, takes: inspect.Signature, where: str
 def _side(model: Any, name: str) -> str:
     """Which of the two sequences of an encoder-decoder a tensor belongs to."""
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return "decoder" if both and (name.startswith("decoder") or name == "labels") else "encoder"
+    if both and (name.startswith("decoder") or name == "labels"):
+        return "decoder"
+    return "encoder"
 
 
 def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

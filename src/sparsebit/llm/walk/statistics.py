@@ -53,7 +53,10 @@ def collect(
         name for name in heads if is_routed(lane.block, name)
     }  # the float model may send it other tokens
 
-    narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed if float_lane else set()
+    if float_lane:
+        narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed
+    else:
+        narrow = set()
 
     def keep(name: str, x: Tensor) -> None:
         if name in narrow and float_lane is not None:  # x is what the layer gives

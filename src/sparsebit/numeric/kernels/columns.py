@@ -18,7 +18,9 @@ ALONE = 256  # fewer rows than this are not worth a second thread
 
 def library_for(w: Tensor) -> ctypes.CDLL | None:
     """The native loops, where they take `w`."""
-    return _load() if switch.wanted() and w.dtype == torch.float32 and w.device.type == "cpu" else None
+    if switch.wanted() and w.dtype == torch.float32 and w.device.type == "cpu":
+        return _load()
+    return None
 
 
 @lru_cache(maxsize=1)

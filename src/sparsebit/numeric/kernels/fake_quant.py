@@ -19,7 +19,9 @@ Shape = tuple[int, int, int]  # outer, channels, inner
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
     """The native kernels, where they take `x`."""
-    return native() if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() else None
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel():
+        return native()
+    return None
 
 
 def dense(x: Tensor) -> Tensor:
@@ -63,7 +65,10 @@ def backward(
     lib: ctypes.CDLL, x: Tensor, g: Tensor, s: Tensor, lo: Tensor, hi: Tensor, axis: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x, and per channel the sums that make those of scale and zero point (float64)."""
-    g = g.contiguous(memory_format=torch.channels_last) if _channels_last(x) else g.contiguous()
+    if _channels_last(x):
+        g = g.contiguous(memory_format=torch.channels_last)
+    else:
+        g = g.contiguous()
     gx = torch.empty_like(x)
     outer, channels, inner = _shape(x, axis)
     grid = s.data_ptr(), lo.data_ptr(), hi.data_ptr()

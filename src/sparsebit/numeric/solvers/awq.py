@@ -32,7 +32,10 @@ def awq(
     scale_dtype: torch.dtype = torch.float16,
 ) -> QuantizedWeight:
     """The second half: `weight` (scaled already) on the grid whose clipped range loses least on these inputs."""
-    importance = None if statistics is None else statistics.hessian.diagonal().float()
+    if statistics is None:
+        importance = None
+    else:
+        importance = statistics.hessian.diagonal().float()
     return rtn(weight, importance, spec, clip=clip, scale_dtype=scale_dtype)
 
 
@@ -74,7 +77,9 @@ def awq_scales(
     coarse, fine = (COARSE, SHRINK.tolist()) if clip == "mse" else ((1.0,), [1.0])
     best = min(tried, key=lambda s: error(s, SEARCHED, coarse))
     ones = torch.ones_like(size)
-    return best if error(best, SEARCHED, fine) < error(ones, SEARCHED, fine) else ones
+    if error(best, SEARCHED, fine) < error(ones, SEARCHED, fine):
+        return best
+    return ones
 
 
 def _rounded(

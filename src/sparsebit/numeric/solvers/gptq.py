@@ -145,7 +145,10 @@ def _factor(h: Tensor, act_order: bool, dtype: torch.dtype) -> Factored:
     It is made in float64; U is as well conditioned as a root of H, so the rest may be `dtype`.
     """
     inputs = torch.arange(len(h), device=h.device)
-    order = h.diagonal().argsort(descending=True, stable=True) if act_order else inputs
+    if act_order:
+        order = h.diagonal().argsort(descending=True, stable=True)
+    else:
+        order = inputs
     turned = order.flip(0)
     lower = torch.linalg.cholesky(h[turned][:, turned]).to(dtype)
     return Factored(h.to(dtype), order, lower, _inverse(lower).flip(0, 1).contiguous())
@@ -192,7 +195,11 @@ def _columns(
         zeros = torch.empty(shape, dtype=torch.uint8, device=w.device)
     importance = factored.h.diagonal()[order].float()
     at = index.tolist()
-    block = max(BLOCK // group, 1) * group if static is None else BLOCK  # no new group lies in two blocks
+    # no new group lies in two blocks
+    if static is None:
+        block = max(BLOCK // group, 1) * group
+    else:
+        block = BLOCK
     lost = wt.new_zeros(wt.shape[1])
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)

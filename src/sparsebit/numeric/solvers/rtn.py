@@ -42,7 +42,10 @@ def on_grid(
 ) -> QuantizedWeight:
     """`w` on the nearest values of a grid that is known: (scales, zeros), both (rows, groups)."""
     scales, zeros = grid
-    index = group_index(w.shape[1], spec.group, w.device) if g_idx is None else g_idx.long()
+    if g_idx is None:
+        index = group_index(w.shape[1], spec.group, w.device)
+    else:
+        index = g_idx.long()
     codes = round_to(w, scales.float()[:, index], zeros.float()[:, index], spec.bits)
     return QuantizedWeight(codes.to(torch.uint8), scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
 

@@ -40,7 +40,10 @@ def wanda(
     worth = weight.detach().float().abs()
     if hessian is not None:
         worth = worth * hessian.diagonal().clamp(min=0).sqrt().float()
-    mask = keep_best(worth, ratio, per_row=True) if pattern is None else n_of_m(worth, *pattern)
+    if pattern is None:
+        mask = keep_best(worth, ratio, per_row=True)
+    else:
+        mask = n_of_m(worth, *pattern)
     return PrunedWeight(torch.where(mask, weight.detach(), 0.0).to(weight.dtype))
 
 

@@ -39,7 +39,9 @@ class _Clip6(QuantOpr):
         x = x.relu_() if inplace else x.relu()
         if self.cap is None:
             return x.clamp_(max=6.0)
-        return torch.minimum(x, self.cap) if x.requires_grad else torch.minimum(x, self.cap, out=x)
+        if x.requires_grad:
+            return torch.minimum(x, self.cap)
+        return torch.minimum(x, self.cap, out=x)
 
 
 class _Softmax(QuantOpr):

@@ -141,7 +141,9 @@ class QuantOpr(Opr):
         return self.input_quantizer(x)
 
     def quantized_weight(self) -> Tensor:
-        return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
+        if self.weight_quantizer is None:
+            return self.weight
+        return self.weight_quantizer(self.weight)
 
     def quantize_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
@@ -219,7 +221,10 @@ class QuantOpr(Opr):
         rounded = torch.where(
             codes.abs() < 2**31, codes.float() * step, bias.detach()
         )  # or int32 cannot hold it
-        return rounded + (bias - bias.detach()) if bias.requires_grad else rounded  # the gradient passes
+        # the gradient passes
+        if bias.requires_grad:
+            return rounded + (bias - bias.detach())
+        return rounded
 
     def drop_correction(self) -> None:
         """The correction was for another grid of the weight."""

@@ -183,5 +183,7 @@ def made_by_conv(
     module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
     if isinstance(module, CONVS):
         return True
-    source = node.args[0] if node.args and isinstance(module, (*MOVES, *WITH_CONV, *between)) else None
+    source = None
+    if node.args and isinstance(module, (*MOVES, *WITH_CONV, *between)):
+        source = node.args[0]
     return depth > 0 and isinstance(source, fx.Node) and made_by_conv(source, gm, between, depth - 1)

@@ -49,7 +49,9 @@ class DataCache:
 
     def get_batch_size(self) -> int | None:
         """How many images were seen; None for weights."""
-        return None if self.qdesc.target is QuantTarget.WEIGHT else sum(len(d) for d in self._data_cache)
+        if self.qdesc.target is QuantTarget.WEIGHT:
+            return None
+        return sum(len(d) for d in self._data_cache)
 
     def get_data_for_calibration(self, granularity: Granularity) -> Tensor:
         """All values in a row, (values,); or (channels, values) if CHANNELWISE."""

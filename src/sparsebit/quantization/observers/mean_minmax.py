@@ -48,10 +48,14 @@ class MeanMinMaxObserver(ImageObserver):
         self.high_sum.add(high.sum(0), len(high))
 
     def _widen(self, low: Tensor, high: Tensor) -> None:
-        self.low_floor = low if self.low_floor is None else torch.minimum(low, self.low_floor.to(low.device))
-        self.high_floor = (
-            high if self.high_floor is None else torch.maximum(high, self.high_floor.to(high.device))
-        )
+        if self.low_floor is None:
+            self.low_floor = low
+        else:
+            self.low_floor = torch.minimum(low, self.low_floor.to(low.device))
+        if self.high_floor is None:
+            self.high_floor = high
+        else:
+            self.high_floor = torch.maximum(high, self.high_floor.to(high.device))
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()

@@ -13,7 +13,9 @@ from torch import Tensor
 def world_size() -> int:
     """How many ranks share the work; 1 where torch.distributed is not in use."""
     distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
 class RunningSum:

@@ -60,12 +60,17 @@ class SharedData:
         if isinstance(args, fx.Node):
             value = self.get_output(str(args.target))
             value = real_input if value is None else value
-            return value if batch is None or value is None or isinstance(value, Tensor) else value[batch]
+            if batch is None or value is None or isinstance(value, Tensor):
+                return value
+            return value[batch]
         if isinstance(args, dict):
             real = real_input or {}
             return {k: self.extract_node_args(v, real.get(k), batch) for k, v in args.items()}
         if isinstance(args, (list, tuple)):
-            real = real_input if isinstance(real_input, (list, tuple)) else [None] * len(args)
+            if isinstance(real_input, (list, tuple)):
+                real = real_input
+            else:
+                real = [None] * len(args)
             return type(args)([self.extract_node_args(a, r, batch) for a, r in zip(args, real)])
         return args
 

@@ -108,7 +108,9 @@ def _stays(qmodel: Any, parts: str, why: str) -> Any:
 
 
 def _counted(qmodel: Any) -> str:
-    return "integer_macs" if BACKENDS[str(qmodel.cfg.backend)].INTEGER_OPS else "quantized_macs"
+    if BACKENDS[str(qmodel.cfg.backend)].INTEGER_OPS:
+        return "integer_macs"
+    return "quantized_macs"
 
 
 def _word(counted: str) -> str:

@@ -31,11 +31,9 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
 
         return _finished(from_exported(model))
     if not isinstance(model, nn.Module) or hasattr(model, "named_quantizers"):
-        what = (
-            f"{model!r}, which is no nn.Module"
-            if not isinstance(model, nn.Module)
-            else "a QuantModel already"
-        )
+        what = "a QuantModel already"
+        if not isinstance(model, nn.Module):
+            what = f"{model!r}, which is no nn.Module"
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None
     if example is not None:

@@ -52,7 +52,9 @@ def _parts(facts: Facts) -> Iterator[str]:
 
 def _section(title: str, content: str) -> str:
     anchor = title.lower().replace(" ", "-")
-    return f'<section id="{anchor}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
+    if content:
+        return f'<section id="{anchor}">\n<h2>{title}</h2>\n{content}\n</section>'
+    return ""
 
 
 def _items(lines: Iterable[str]) -> str:
@@ -88,7 +90,9 @@ def _chart(layers: Sequence[Layer]) -> str:
         return ""
     longest = ranked[0].noise or 1.0
     bars = "\n".join(_bar(i, x, longest) for i, x in enumerate(ranked))
-    left_out = f" The {BARS} worst of {len(layers)} are shown." if len(layers) > BARS else ""
+    left_out = ""
+    if len(layers) > BARS:
+        left_out = f" The {BARS} worst of {len(layers)} are shown."
     return (
         f"<p>The share of each layer in the noise at the output, measured with one layer quantized at a time."
         f"{left_out}</p>\n"
@@ -190,7 +194,9 @@ def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
             f'<rect class="was" x="0" y="{top + 18}" width="{100 * before / widest:.2f}%" height="9" rx="2"/>'
             f'<rect x="0" y="{top + 18}" width="{100 * after / widest:.2f}%" height="9" rx="2"/></g>'
         )
-    left_out = f"<p>The {BARS} that were cut most, of {len(pruned)}.</p>" if len(pruned) > BARS else ""
+    left_out = ""
+    if len(pruned) > BARS:
+        left_out = f"<p>The {BARS} that were cut most, of {len(pruned)}.</p>"
     return (
         f'{left_out}<svg class="chart" role="img" aria-label="Channels by layer" width="100%" '
         f'height="{ROW * len(shown)}">\n{chr(10).join(bars)}\n</svg>\n'

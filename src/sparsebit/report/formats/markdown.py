@@ -60,4 +60,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rows = [[row[i] for i in used] for row in rows]
     cell = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) if rows else ""
+    if rows:
+        return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+    return ""

@@ -209,7 +209,11 @@ class _Paused(Runner):
         super().__init__(gm, garbage_collect_values=True)
         self.nodes = list(gm.graph.nodes)
         self.places = {node: i for i, node in enumerate(self.nodes)}
-        self.wanted = {} if wanted is None else wanted  # how often each node will be asked for
+        # how often each node will be asked for
+        if wanted is None:
+            self.wanted = {}
+        else:
+            self.wanted = wanted
         self.noted: dict[fx.Node, Tensor] = {}
         self.shapes: dict[fx.Node, Any] = {}
         self.at = 0

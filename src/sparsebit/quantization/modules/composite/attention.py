@@ -93,9 +93,15 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         scores = q @ k.transpose(-2, -1)
         # without padding and weights torch believes the hint and does not look at attn_mask
         hint = is_causal and key_padding_mask is None and not need_weights
-        mask = _causal(scores) if hint else self._mask(scores, attn_mask, key_padding_mask)
+        if hint:
+            mask = _causal(scores)
+        else:
+            mask = self._mask(scores, attn_mask, key_padding_mask)
         scores = scores if mask is None else scores + mask
-        weights = scores.softmax(-1) if need_weights or mask is None else _safe_softmax(scores)
+        if need_weights or mask is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = _safe_softmax(scores)
         weights = F.dropout(self.probs(weights), self.dropout, self.training)
         out = self.out_proj((weights @ v).transpose(1, 2).flatten(2))
 

@@ -25,7 +25,10 @@ class QWeight(QuantOpr):
     def __init__(self, weight: Tensor):
         super().__init__()
         owned = isinstance(weight, nn.Parameter)
-        self.weight = weight if owned else nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        if owned:
+            self.weight = weight
+        else:
+            self.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
 
     def forward(self) -> Tensor:
         return self.quantized_weight()
@@ -62,7 +65,10 @@ class Recurrent(QuantOpr):
                 self._modules[name] = weight
         self.state = QState().train(self.training)
         # a projection shrinks the state: it reads another value than it returns
-        self.unprojected = QState().train(self.training) if getattr(self, "proj_size", 0) else None
+        if getattr(self, "proj_size", 0):
+            self.unprojected = QState().train(self.training)
+        else:
+            self.unprojected = None
         self._init_flat_weights()
 
     def _end_hook(self, name: str) -> None:

@@ -55,7 +55,9 @@ class StepByStep(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in CELLS:
-            return self._padded(name, *args) if isinstance(args[2], list) else self._packed(name, *args)
+            if isinstance(args[2], list):
+                return self._padded(name, *args)
+            return self._packed(name, *args)
         if name.endswith("_cell") and name.removesuffix("_cell") in CELLS:
             return self._one_step(CELLS[name.removesuffix("_cell")], *args)
         return func(*args, **(kwargs or {}))
