@@ -159,7 +159,9 @@ def _text_of(error: BaseException) -> str:
 
 
 def _command(argv: list[str]) -> str:
-    return f"{argv[0]} " if argv and not argv[0].startswith("-") else ""
+    if argv and not argv[0].startswith("-"):
+        return f"{argv[0]} "
+    return ""
 
 
 class _ToStderr(logging.Handler):

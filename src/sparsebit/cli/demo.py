@@ -147,7 +147,10 @@ class Line:
     calibration: float | None = None  # its time, as a multiple of a float forward over the same images
 
     def cells(self) -> list[str]:
-        took = "" if self.calibration is None else f"{self.calibration:.2f} x"
+        if self.calibration is None:
+            took = ""
+        else:
+            took = f"{self.calibration:.2f} x"
         return [self.bits, self.observer, f"{self.accuracy:.2f}", f"{self.bytes / 1000:.1f}", took]
 
 

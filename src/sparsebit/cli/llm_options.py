@@ -53,8 +53,14 @@ class Row:
 
     def parameter(self) -> inspect.Parameter:
         """As typer reads it; None stands for an option that is not given."""
-        plain = self.kind if self.kind in (int, float, str, bool) else str
-        text = f"{self.help} ({self.methods})" if self.methods else self.help
+        if self.kind in (int, float, str, bool):
+            plain = self.kind
+        else:
+            plain = str
+        if self.methods:
+            text = f"{self.help} ({self.methods})"
+        else:
+            text = self.help
         panel = "Options of the quantization"
         if self.methods:
             panel = "Options of the methods"
@@ -79,7 +85,10 @@ class Row:
 
     def _flags(self) -> tuple[str, ...]:
         name = self.name.replace("_", "-")
-        usual = f"--{name}/--no-{name}" if self.kind is bool else f"--{name}"
+        if self.kind is bool:
+            usual = f"--{name}/--no-{name}"
+        else:
+            usual = f"--{name}"
         return self.flags or (usual,)
 
 

@@ -56,7 +56,10 @@ def dequantized(q: QuantizedWeight, name: str) -> tuple[list[Any], list[Any]]:
             f"{name}: ONNX has blocks of 4 or 8 bits and full groups in order; this layer has {q.bits} bits, "
             f"group {q.group} of {q.shape[1]} inputs{', a g_idx' if q.g_idx is not None else ''}"
         )
-    kind = onnx.TensorProto.UINT4 if q.bits == 4 else onnx.TensorProto.UINT8
+    if q.bits == 4:
+        kind = onnx.TensorProto.UINT4
+    else:
+        kind = onnx.TensorProto.UINT8
     names = [f"{name}_codes", f"{name}_scales", f"{name}_zeros"]
     scales = onnx.numpy_helper.from_array(q.scales.float().T.contiguous().cpu().numpy(), names[1])
     tensors = [_integers(onnx, names[0], kind, q.codes.T), scales, _integers(onnx, names[2], kind, q.zeros.T)]

@@ -146,7 +146,9 @@ def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dic
 def _class_name(model: nn.Module, named: list[str]) -> str:
     """As the source spells it, where only the spelling differs."""
     own = type(model).__name__
-    return named[0] if named and named[0].lower() == own.lower() else own
+    if named and named[0].lower() == own.lower():
+        return named[0]
+    return own
 
 
 def reorders(job: Job) -> bool:

@@ -91,7 +91,9 @@ class Report:
         ]
         for name in self.worst():
             about = self.layers[name]
-            kind = f"at {about['bits']} bits" if self.sparsity is None else "by zeros"
+            kind = "by zeros"
+            if self.sparsity is None:
+                kind = f"at {about['bits']} bits"
             lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
         if self.left_share > SHOWN:

@@ -65,7 +65,10 @@ def dequantize(codes: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
 
 def _aligned(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Scale and zero point shaped to broadcast against x; float64 only for float64 data."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     return (
         broadcast(scale.to(dtype), x.dim(), axis),
         broadcast(zero_point.to(dtype), x.dim(), axis),
@@ -156,7 +159,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x, and per channel: that of the scale, and the sum of `g` where x is outside the grid."""
     if not torch.compiler.is_compiling():
-        library = kernels.library_for(x) if g.dtype == x.dtype else None
+        library = None
+        if g.dtype == x.dtype:
+            library = kernels.library_for(x)
         if library is not None:
             return kernels.backward(
                 library, kernels.dense(x), g, *_bounds(scale, zero_point, qmin, qmax), axis
@@ -184,7 +189,9 @@ def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
     outer = math.prod(x.shape[:axis])
     channels = x.shape[axis]
     inner = math.prod(x.shape[axis + 1 :])
-    return (outer, channels, inner) if channels * inner >= PIECE // 16 else None
+    if channels * inner >= PIECE // 16:
+        return (outer, channels, inner)
+    return None
 
 
 def _backward_in_pieces(

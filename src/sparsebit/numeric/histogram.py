@@ -71,7 +71,10 @@ class Histogram:
             fine = int(math.log2(BINS / (2 * OCTAVES * channels)))
         self.mantissa = max(MANTISSA[0], min(MANTISSA[1], fine))
         self.half = OCTAVES << self.mantissa  # bins of one sign; between the signs is the bin of 0
-        self.limit = min(2 * self.half + 1, 2**13) if exact is None else exact
+        if exact is None:
+            self.limit = min(2 * self.half + 1, 2**13)
+        else:
+            self.limit = exact
         self.top = torch.full((channels,), OCTAVES, dtype=torch.int32, device=device)  # largest exponent seen
         self.values: list[Tensor] = []
         self.counts: Tensor | None = None
@@ -143,7 +146,10 @@ class Histogram:
         if self.top.device != device:
             self.top = self.top.to(device)
             self.values = [v.to(device) for v in self.values]
-            self.counts = None if self.counts is None else self.counts.to(device)
+            if self.counts is None:
+                self.counts = None
+            else:
+                self.counts = self.counts.to(device)
 
     def bins(self, low: Tensor, high: Tensor, mantissa: int = MANTISSA[1], absolute: bool = False) -> Bins:
         """The observed values (|x| if `absolute`), on at most `mantissa` bits, cut to the true range."""
@@ -201,7 +207,9 @@ def channel_minmax(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
         lo, hi = torch.aminmax(as_channels(x, None))
         return lo.reshape(1), hi.reshape(1)
     rest = [d for d in range(x.dim()) if d != axis]
-    return (x.amin(rest), x.amax(rest)) if rest else (x.clone(), x.clone())
+    if rest:
+        return (x.amin(rest), x.amax(rest))
+    return (x.clone(), x.clone())
 
 
 def image_minmax(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

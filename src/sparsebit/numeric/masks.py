@@ -14,7 +14,10 @@ def count_of(n: int, ratio: float) -> int:
 def keep_best(worth: Tensor, ratio: float, per_row: bool = False) -> Tensor:
     """A mask that is True for the values to keep, of the whole tensor or of every row. The best value is always
     kept."""
-    rows = worth.reshape(worth.shape[0], -1) if per_row else worth.reshape(1, -1)
+    if per_row:
+        rows = worth.reshape(worth.shape[0], -1)
+    else:
+        rows = worth.reshape(1, -1)
     count = min(count_of(rows.shape[1], ratio), max(rows.shape[1] - 1, 0))
     gone = rows.argsort(dim=1, stable=True)[:, :count]
     return torch.ones_like(rows, dtype=torch.bool).scatter_(1, gone, False).view_as(worth)

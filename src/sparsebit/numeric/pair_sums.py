@@ -48,7 +48,9 @@ def keep_pairs(values: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     _pairs(rows)[wrong] = torch.stack([first, limit - first], -1) * step
     kernel_last = rows.reshape(values.shape[0], *values.shape[2:], values.shape[1])
     moved = kernel_last.movedim(-1, 1).to(values.dtype)
-    return values + (moved - values).detach() if values.requires_grad else moved
+    if values.requires_grad:
+        return values + (moved - values).detach()
+    return moved
 
 
 def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:

@@ -59,7 +59,10 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
 def _starts(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The most promising pairs of `scale` (scales, channels) and first code, as two (starts, channels) tensors."""
     best = []
-    size = min(bins.lo.shape[1], 2 * THIN) if bins.exact else bins.lo.shape[1]
+    if bins.exact:
+        size = min(bins.lo.shape[1], 2 * THIN)
+    else:
+        size = bins.lo.shape[1]
     for part, ks in _blocks(scale, size + len(codes)):
         costs = [_pair_costs(bins[part], scale[k, part], codes, levels) for k in ks]
         best.append(torch.cat(costs, 1).flatten(1).topk(STARTS, largest=False).indices)

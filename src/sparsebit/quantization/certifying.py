@@ -72,7 +72,10 @@ def certify(
     is_for_onnxruntime = backend == "onnxruntime"
     integer, floating = runtime.kernels(file)
     certificate.rounds_inputs = bool(integer["MatMulNBits"])
-    certificate.session = AS_USERS_RUN_IT if is_for_onnxruntime else BARE
+    if is_for_onnxruntime:
+        certificate.session = AS_USERS_RUN_IT
+    else:
+        certificate.session = BARE
     plain = check_end_to_end(qmodel, file, [*calls, *more], certificate, is_for_onnxruntime)
     if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
         certificate.start = first_wrong_tensor(file, [*calls, *more])

@@ -108,7 +108,10 @@ def export_onnx(
             if made.unreached and not uncalibrated:
                 shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
-            report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
+            if runtime.TYPE == "onnxruntime":
+                report.pair_rule = pair_rule_of(qmodel)
+            else:
+                report.pair_rule = ""
             report.notes += [qmodel.model.meta[key] for key in NOTES if key in qmodel.model.meta]
             if timing or tune:
                 report.timing = time_draft(made, file, call)
@@ -214,7 +217,10 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     report.opset = model.opset_imports[""]
     report.opset_reason = "as written"
     report.why_float = why_float_of(model)
-    report.pair_rule = pair_rule_of(qmodel) if backend == "onnxruntime" else ""
+    if backend == "onnxruntime":
+        report.pair_rule = pair_rule_of(qmodel)
+    else:
+        report.pair_rule = ""
     report.notes += [] if kind is None else [note_of(kind)]
     return report
 
@@ -244,7 +250,10 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
                 f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
                 f"qmodel.calibrate(batches)"
             )
-        value = None if weight is None else exported_weight(quantizer, weight.detach())
+        if weight is None:
+            value = None
+        else:
+            value = exported_weight(quantizer, weight.detach())
         grid = quantizer.current_qparams()
         marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
     return marks
@@ -296,7 +305,10 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
     saved = [(quantizer, quantizer.scale, quantizer.zero_point) for _, quantizer, _ in found]
     try:
         for _, quantizer, weight in found:
-            count = 1 if weight is None else scale_count(quantizer, weight)
+            if weight is None:
+                count = 1
+            else:
+                count = scale_count(quantizer, weight)
             for name, value in (("scale", 1.0), ("zero_point", 0.0)):
                 old = getattr(quantizer, name)
                 new = torch.full((count,), value, device=old.device)
@@ -321,7 +333,9 @@ def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
     """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
     found = [problem for mark in marks.values() for problem in backend.problems(mark)]
     if found:
-        more = f"\n... and {len(found) - 5} more" if len(found) > 5 else ""
+        more = ""
+        if len(found) > 5:
+            more = f"\n... and {len(found) - 5} more"
         raise ExportError(f"{backend.TYPE} cannot hold this model:\n" + "\n".join(map(str, found[:5])) + more)
 
 

@@ -186,7 +186,10 @@ def add_missing(gm: fx.GraphModule, state: State) -> None:
     for name, quantizer in quantizers_of(gm):
         for entry, value in NO_DATA.items():
             state.setdefault(f"{name}.{entry}", torch.tensor([value]))
-        mine = {} if is_calibrated(name, state) else quantizer.state_dict()
+        if is_calibrated(name, state):
+            mine = {}
+        else:
+            mine = quantizer.state_dict()
         for entry, value in mine.items():
             state.setdefault(f"{name}.{entry}", value)
     for name, module in gm.named_modules():
@@ -238,7 +241,10 @@ def read_sign(quantizer: Quantizer, weight: Tensor | None) -> None:
 
     Its state dict does not tell. The weight does, and so does a calibration before the loading.
     """
-    seen = quantizer.observer.min_val if weight is None else weight.min()
+    if weight is None:
+        seen = quantizer.observer.min_val
+    else:
+        seen = weight.min()
     if not bool(torch.isfinite(seen).all()):
         log.warning(
             "%s: the state dict does not tell whether the original used signed codes here; calibrate before you load "

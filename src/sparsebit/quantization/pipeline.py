@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_input
+from sparsebit.graph.ops import called_module, is_bookkeeping, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
@@ -65,11 +65,17 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
             continue
         cls = _replacement(node, gm, ctx)
         if cls is None:
-            inside = 0 if _is_skipped(node, ctx) else _quantize_island(node, gm, ctx)
+            if _is_skipped(node, ctx):
+                inside = 0
+            else:
+                inside = _quantize_island(node, gm, ctx)
             if not inside:
                 ctx.float_ops[node.name] = _describe(node, gm)
             continue
-        source = module_of(node, gm) if node.op == "call_module" else node
+        if node.op == "call_module":
+            source = module_of(node, gm)
+        else:
+            source = node
         if isinstance(source, nn.Module) and any(True for _ in source.parameters()):
             first = first_call.setdefault(source, node)
             if first is not node:  # weights used again: one QModule for all calls; others get one per call
@@ -96,7 +102,7 @@ def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     inserted = 0
     calls = module_calls(gm)
     for node in list(gm.graph.nodes):
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if isinstance(module, MultipleInputsQuantOpr) and module.wants_input_quant(ctx.config):
             inserted += module.prepare_input_quantizer(node, gm)
         elif isinstance(module, QuantOpr) and ctx.config.a.per_call and calls[str(node.target)] > 1:
@@ -169,7 +175,9 @@ def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[n
 
 
 def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
-    patterns = ctx.config.skip_trace_modules if node.op == "call_module" else ()
+    patterns = ()
+    if node.op == "call_module":
+        patterns = ctx.config.skip_trace_modules
     names = (str(node.target), str(node.meta.get("path", "")))
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 

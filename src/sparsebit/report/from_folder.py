@@ -109,7 +109,10 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
             layer.own = float(row["own"])
             layer.effect = float(row["effect"])
             layer.fix = row["fix"]
-            layer.fixed = None if row["fixed"] is None else float(row["fixed"])
+            if row["fixed"] is None:
+                layer.fixed = None
+            else:
+                layer.fixed = float(row["fixed"])
             layer.noise = noise[layer.name] / total
             layer.suggested = layer.name in profile.get("suggested", ())
 

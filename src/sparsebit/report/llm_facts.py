@@ -48,7 +48,9 @@ def _layer(name: str, method: str, row: dict[str, Any]) -> Layer:
         own = -10 * math.log10(error)
     else:
         own = math.inf
-    zeros = f", {row['sparsity']:.0%} zeros" if "sparsity" in row else ""
+    zeros = ""
+    if "sparsity" in row:
+        zeros = f", {row['sparsity']:.0%} zeros"
     found = Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", f"{method}{zeros}", own=own)
     found.bytes, found.quantized_bytes = row.get("bytes", (0, 0))
     return found
@@ -64,8 +66,13 @@ def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, s
     files = [file.stat().st_size for file in folder.glob("*.safetensors")]
     before = about.get("float_bytes", 0)
     after = sum(files)
-    grown = f"{100 * after / before:.0f} % of the size; " if before else ""
-    sizes = f"{size(before)} → {size(after)}" if before else size(after)
+    grown = ""
+    if before:
+        grown = f"{100 * after / before:.0f} % of the size; "
+    if before:
+        sizes = f"{size(before)} → {size(after)}"
+    else:
+        sizes = size(after)
     yield "Checkpoint", sizes, f"{grown}{len(files)} files, {about['run']['format']}"
     for row in about.get("readers", ()):
         name = f"{row['reader']} {row['version']}".strip()

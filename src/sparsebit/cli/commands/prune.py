@@ -113,7 +113,9 @@ def _blocks(text: str) -> int | str | list[str]:
     """auto, 4, or names: layer1.0,layer1.1."""
     if text == "auto":
         return text
-    return int(text) if text.removeprefix("-").isdecimal() else text.split(",")
+    if text.removeprefix("-").isdecimal():
+        return int(text)
+    return text.split(",")
 
 
 def _check_settings(how: dict[str, Any], data: str | None) -> None:
@@ -165,6 +167,8 @@ def _text(result: dict[str, Any], small: Any) -> str:
     facts = result["prune"]
     rows = {"parameters": facts["params"], "MACs": facts["macs"]}
     lines = [f"{k:<12} {count(a)} -> {count(b)} ({share(b, a)})" for k, (a, b) in rows.items()]
-    plan = [str(small.pruning_plan)] if hasattr(small, "pruning_plan") else []
+    plan = []
+    if hasattr(small, "pruning_plan"):
+        plan = [str(small.pruning_plan)]
     certificate = result["export"].get("certificate", [])
     return "\n".join([*plan, *lines, *certificate, *compare.lines(result), f"written to   {result['run']}"])

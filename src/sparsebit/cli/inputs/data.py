@@ -74,7 +74,9 @@ def absolute(spec: str) -> str:
     where, _, name = spec.rpartition(":")
     if where.endswith(".py"):
         return f"{Path(where).resolve()}:{name}"
-    return str(Path(spec).resolve()) if Path(spec).exists() else spec
+    if Path(spec).exists():
+        return str(Path(spec).resolve())
+    return spec
 
 
 # -- arrays ----------------------------------------------------------------------------------------------
@@ -90,7 +92,10 @@ def _arrays(
         else:
             arrays = {k: found[k] for k in found.files}
     except ValueError as error:
-        why = "objects are pickled in it" if _is_pickled(error) else one_line(error)
+        if _is_pickled(error):
+            why = "objects are pickled in it"
+        else:
+            why = one_line(error)
         raise InputError(f"{path}: cannot be read: {why}; save arrays of numbers") from None
     except (OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise InputError(f"{path}: is broken: {one_line(error)}") from None
@@ -145,7 +150,9 @@ def _tensor(path: Path, name: str, array: Any, model: Any) -> Any:
     if tensor.is_floating_point():
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
         return tensor.to(next(floats, torch.float32))
-    return tensor if tensor.dtype is torch.bool else tensor.long()
+    if tensor.dtype is torch.bool:
+        return tensor
+    return tensor.long()
 
 
 def _text_shape(shape: tuple[int, ...]) -> str:

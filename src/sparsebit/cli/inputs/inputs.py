@@ -24,7 +24,9 @@ class Inputs:
 
     def load(self) -> tuple[Any, list[Any]]:
         """The model, and batches it has been seen to run on; without data, one of random numbers."""
-        shape = data_forms.parse_shape(self.input_shape) if self.input_shape else None
+        shape = None
+        if self.input_shape:
+            shape = data_forms.parse_shape(self.input_shape)
         for name in ("batch_size", "samples"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(self, name)}")

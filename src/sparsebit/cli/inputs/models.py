@@ -70,7 +70,9 @@ def absolute(spec: str) -> str:
     path, _, name = spec.rpartition(":")
     if path.endswith(".py"):
         return f"{Path(path).resolve()}:{name}"
-    return str(Path(spec).resolve()) if spec.endswith(".pt2") else spec
+    if spec.endswith(".pt2"):
+        return str(Path(spec).resolve())
+    return spec
 
 
 def _of_factory(spec: str) -> Any:

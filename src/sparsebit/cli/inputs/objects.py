@@ -85,4 +85,6 @@ def _place(error: BaseException) -> str:
         return f" at line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     own = [f for f in frames if not f.filename.startswith("<") and "/sparsebit/cli/" not in f.filename]
-    return f" at {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
+    if own:
+        return f" at {Path(own[-1].filename).name} line {own[-1].lineno}"
+    return ""

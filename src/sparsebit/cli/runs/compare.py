@@ -118,12 +118,16 @@ def runnable(net: Any) -> Any:
     """A module, also of an exported program."""
     from torch import export
 
-    return net.module() if isinstance(net, export.ExportedProgram) else net
+    if isinstance(net, export.ExportedProgram):
+        return net.module()
+    return net
 
 
 def _answer(model: Any, batch: Any) -> Any:
     example = example_of(model, batch)
-    return model(**example) if isinstance(example, dict) else model(*example)
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example)
 
 
 # -- latency ---------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
 # -- graph -----------------------------------------------------------------------------------------------
 def graph_of(qmodel: Any) -> dict[str, Any]:
     """Nodes in the order they run, and who reads whom; what only carries a quantizer is left out."""
-    from sparsebit.graph.ops import module_of
+    from sparsebit.graph.ops import called_module
     from sparsebit.quantization.layers import carries_for
 
     gm = qmodel.model
@@ -90,7 +90,7 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
     edges: list[list[int]] = []
     for node in gm.graph.nodes:
         sources = [s for n in node.all_input_nodes for s in carried.get(n, [n])]
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if node.op == "get_attr" or (module is not None and carries_for(node) is not None):
             carried[node] = sources
             continue
@@ -109,4 +109,6 @@ def _op(node: Any, module: Any) -> str:
         name = type(module).__name__
     else:
         name = getattr(node.target, "__name__", str(node.target))
-    return name[1:] if name[:1] == "Q" and name[1:2].isupper() else name
+    if name[:1] == "Q" and name[1:2].isupper():
+        return name[1:]
+    return name

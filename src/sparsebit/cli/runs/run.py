@@ -114,7 +114,9 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     if not folder.exists() or not any(folder.iterdir()):
         place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
-            what = "cannot be written to" if place.is_dir() else "is a file"
+            what = "is a file"
+            if place.is_dir():
+                what = "cannot be written to"
             raise InputError(f"--output {folder}: {place} {what}; name another folder")
         return True
     if not (folder / ABOUT).is_file():

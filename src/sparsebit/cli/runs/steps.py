@@ -126,7 +126,10 @@ def finished(run: Run) -> Any:
     if not run.done(step):
         raise InputError(f"{run.folder}: its {step} is not finished; repeat its command with --resume")
     model, batches = run.inputs.load()
-    load = load_quantized if run.command == "quantize" else load_pruned
+    if run.command == "quantize":
+        load = load_quantized
+    else:
+        load = load_pruned
     with status("loading the run"):
         return load(run, model, batches), batches, model
 
@@ -156,7 +159,10 @@ def write_onnx(
 
     example, axes = (batches[0], None) if fixed_batch else free_batch(model, batches[0])
     # with their labels: these say where the classes are
-    more = batches[1:COMPARED] if example is batches[0] else batches[:COMPARED]
+    if example is batches[0]:
+        more = batches[1:COMPARED]
+    else:
+        more = batches[:COMPARED]
     try:
         with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):

@@ -28,7 +28,9 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     else:
         text = f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:

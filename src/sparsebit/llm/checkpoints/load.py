@@ -38,7 +38,10 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
     dense = config.get("sparsebit", {}).get("format") == "dense"
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
-    model = copy.deepcopy(model) if model is not None else skeleton(folder)
+    if model is not None:
+        model = copy.deepcopy(model)
+    else:
+        model = skeleton(folder)
     files = tensor_files(folder)
     names = Names(model)
     extra = set(config.get("sparsebit", {}).get("extra", []))

@@ -113,7 +113,9 @@ def _extra(origin: Origin) -> dict[str, Tensor]:
         raise ConfigError(
             f"save_pretrained: {len(names)} tensors, such as {names[0]!r}, are only in {origin.folder}, which is gone"
         )
-    return dict(read_tensors(tensor_files(origin.folder), names)) if names else {}
+    if names:
+        return dict(read_tensors(tensor_files(origin.folder), names))
+    return {}
 
 
 def _config(model: Any, packed: dict[str, QuantLinear], layout: Format, origin: Origin) -> dict[str, Any]:

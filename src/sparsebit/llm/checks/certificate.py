@@ -50,7 +50,9 @@ class Certificate:
         tried = []
         for specs in choices(source, job.format, grids):
             plan = plan_of(source, job, mixed(specs, grids.candidates) if grids.candidates else specs)
-            verdicts = verdicts_on(plan) if is_transformers(source.model) else {}
+            verdicts = {}
+            if is_transformers(source.model):
+                verdicts = verdicts_on(plan)
             tried.append((specs, plan, verdicts))
             reason = refusal(reader, verdicts)
             if not reason:
@@ -72,7 +74,9 @@ class Certificate:
             return batches
         first, rest = first_of(batches)
         self.inputs = {k: v.cpu().clone() for k, v in inputs_of(self.source.model, first).items()}
-        return batches if isinstance(batches, (Tensor, Mapping, Sequence)) else rest
+        if isinstance(batches, (Tensor, Mapping, Sequence)):
+            return batches
+        return rest
 
     def final(self) -> dict[str, Any]:
         """config.json, with the grids that were chosen and the words that readers want in it."""

@@ -219,7 +219,9 @@ def _sizes(value: Any) -> tuple[int, int]:
         value = [value.get("height", 0), value.get("width", 0)]
     if isinstance(value, (list, tuple)):
         return (int(value[0]), int(value[-1])) if value else (0, 0)
-    return (int(value), int(value)) if isinstance(value, int) else (0, 0)
+    if isinstance(value, int):
+        return (int(value), int(value))
+    return (0, 0)
 
 
 def _random(*shape: int) -> Tensor:

@@ -82,7 +82,9 @@ def advice(run: Mapping[str, Any]) -> str:
     if run["candidate_bits"]:
         return "raise average_bits"
     if bits < 4:
-        symmetric = ", or symmetric=False" if run["symmetric"] and bits == 3 else ""
+        symmetric = ""
+        if run["symmetric"] and bits == 3:
+            symmetric = ", or symmetric=False"
         return f"use bits={bits + 1}, or candidate_bits=(2, 3, 4) with average_bits{symmetric}"
     return "use more calibration data, bits=8, or smaller groups (group_size=32)"
 
@@ -124,7 +126,10 @@ def _targets(given: Mapping[str, Any], model: Any) -> Tensor | None:
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if both and "decoder_input_ids" not in ids:
         return labels.cpu() if isinstance(labels, Tensor) else None
-    shown = ids.get("decoder_input_ids") if both else next(iter(ids.values()), None)
+    if both:
+        shown = ids.get("decoder_input_ids")
+    else:
+        shown = next(iter(ids.values()), None)
     if shown is None or shown.dim() != 2 or shown.shape[1] < 2:
         return None
     return F.pad(shown.cpu()[:, 1:], (0, 1), value=IGNORED)

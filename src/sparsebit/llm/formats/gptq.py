@@ -59,7 +59,10 @@ class Gptq(Format):
         return {**config, "dynamic": other} if other else config
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
-        self.version = 2 if config.get("checkpoint_format") == "gptq_v2" else 1
+        if config.get("checkpoint_format") == "gptq_v2":
+            self.version = 2
+        else:
+            self.version = 1
         found = {}
         for name in names:
             local = dict(config)
@@ -78,7 +81,10 @@ def encode(q: QuantizedWeight, version: int) -> dict[str, Tensor]:
                 "gptq: version 1 cannot hold a zero point of 0; use version 2 or the compressed-tensors format"
             )
         zeros = zeros - 1
-    index = q.g_idx if q.g_idx is not None else group_index(q.shape[1], q.group)
+    if q.g_idx is not None:
+        index = q.g_idx
+    else:
+        index = group_index(q.shape[1], q.group)
     return {
         "qweight": pack_words(q.codes.T, q.bits, axis=0),
         "qzeros": pack_words(zeros, q.bits),

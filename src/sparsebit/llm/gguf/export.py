@@ -177,7 +177,8 @@ def _items(
                     f"gguf: llama.cpp's {architecture.name} has no tensor for {old!r} of shape {item.shape}; this "
                     "variant of the model cannot be written"
                 )
-            embeddings = value if found == "token_embd.weight" else embeddings
+            if found == "token_embd.weight":
+                embeddings = value
             head = head or found == "output.weight"
             yield str(found), value
     if architecture.own_head and not head and embeddings is not None:

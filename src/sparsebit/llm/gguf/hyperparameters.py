@@ -75,7 +75,9 @@ def falcon_heads(config: Any) -> dict[str, Any]:
 def falcon_shared(config: Any) -> int:
     if config.new_decoder_architecture:
         return int(config.num_kv_heads)
-    return 1 if config.multi_query else int(config.num_attention_heads)
+    if config.multi_query:
+        return 1
+    return int(config.num_attention_heads)
 
 
 def bigcode_heads(config: Any) -> dict[str, Any]:

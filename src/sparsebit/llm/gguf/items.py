@@ -35,7 +35,9 @@ class Item:
 
     def rows_count(self) -> int:
         """The number of outputs."""
-        return self.shape[-2] if len(self.shape) > 1 else self.shape[0]
+        if len(self.shape) > 1:
+            return self.shape[-2]
+        return self.shape[0]
 
     def rows(self, order: Tensor) -> Item:
         """Some of the outputs, in a new order."""
@@ -122,7 +124,10 @@ def _of_stack(name: str, stack: ExpertStack) -> Iterator[tuple[str, Item]]:
     """The layers of all experts; where an expert has two of a fused weight, the gate is the first one."""
     count = len(stack.layers[0])
     owner = name.rpartition(".")[0]
-    names = [name] if count == 1 else [f"{owner}.gate_proj", f"{owner}.up_proj"]
+    if count == 1:
+        names = [name]
+    else:
+        names = [f"{owner}.gate_proj", f"{owner}.up_proj"]
     for i, found in enumerate(names):
         layers = [getattr(*expert[i]) for expert in stack.layers]
         yield found, of_layers(layers, stacked=True)

@@ -67,7 +67,10 @@ def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
     if found.kind == "Q8_0":
         body = (runs.astype(np.int16) - 128).astype(np.int8).view(np.uint8)
         return _rows([steps, body])
-    levels = runs if found.kind == "Q4_1" else runs + np.uint8(8 - 2 ** (q.bits - 1))
+    if found.kind == "Q4_1":
+        levels = runs
+    else:
+        levels = runs + np.uint8(8 - 2 ** (q.bits - 1))
     body = levels[..., : RUN // 2] | (levels[..., RUN // 2 :] << np.uint8(4))
     if found.kind == "Q4_1":
         return _rows([steps, _per_run(q, _offsets(q)), body])
@@ -76,7 +79,10 @@ def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
 
 def _exact(q: QuantizedWeight) -> bool:
     """Whether float16 holds the grid: a scale may be bfloat16 or float32, an offset has more digits than its scale."""
-    grids = [q.scales.float()] if q.symmetric else [q.scales.float(), _offsets(q)]
+    if q.symmetric:
+        grids = [q.scales.float()]
+    else:
+        grids = [q.scales.float(), _offsets(q)]
     return all(torch.equal(grid.to(torch.float16).float(), grid) for grid in grids)
 
 

@@ -59,7 +59,9 @@ def open_model(model: Any) -> Source:
     _check_class(config.architectures, str(folder))
     packed = bool(told.get("quantization_config"))
     beside = folder / "generation_config.json"
-    more = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+    more = {}
+    if beside.is_file():
+        more = json.loads(beside.read_text("utf-8"))
     ends = _ids(more.get("eos_token_id")) or _ids(getattr(config, "eos_token_id", None))
     name = folder.resolve().name
     return Source(config, name, folder, lambda: _load(folder, packed), ends)
@@ -113,4 +115,6 @@ def _load(folder: Path, packed: bool) -> nn.Module:
 def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return (int(value),)

@@ -96,7 +96,9 @@ def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabu
     elif model["type"] == "Unigram":
         found = _unigram(tokenizer, told, steps, cleaners, rows)
     else:
-        kind = model["type"] if model["type"] != "BPE" else "BPE without bytes"
+        kind = "BPE without bytes"
+        if model["type"] != "BPE":
+            kind = model["type"]
         raise ExportError(
             f"tokenizer: llama.cpp has no decoder's tokenizer of the kind {kind}; there are byte-level BPE, "
             "SentencePiece BPE and unigram; tokenizer=False writes a file without one"

@@ -133,7 +133,9 @@ class Native:
         return out
 
     def _threads(self) -> int:
-        return 1 if self.inputs * self.outputs < ALONE else torch.get_num_threads()
+        if self.inputs * self.outputs < ALONE:
+            return 1
+        return torch.get_num_threads()
 
 
 def _written(dtype: torch.dtype) -> torch.dtype:

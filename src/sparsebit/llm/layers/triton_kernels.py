@@ -98,7 +98,11 @@ def dequantize(layer: QuantLinear, dtype: torch.dtype) -> Tensor:
 
 def _arguments(layer: QuantLinear) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int | bool, ...]]:
     ordered = layer.g_idx is not None
-    index = layer.g_idx if layer.g_idx is not None else layer.packed  # not read then
+    # not read then
+    if layer.g_idx is not None:
+        index = layer.g_idx
+    else:
+        index = layer.packed
     tensors = layer.packed, layer.scales, layer.zeros, index
     sizes = layer.out_features, layer.in_features, layer.packed.shape[1], layer.scales.shape[1]
     return tensors, sizes, (layer.group or layer.in_features, layer.bits, ordered)

@@ -85,7 +85,9 @@ class Layout:
         for tower in self.towers:
             for names in dict.fromkeys(tower.linears):
                 same = [i for i, other in enumerate(tower.linears) if other == names]
-                where = f"{tower.path}, block" if len(self.towers) > 1 else "block"
+                where = "block"
+                if len(self.towers) > 1:
+                    where = f"{tower.path}, block"
                 lines.append(f"  {where} {_ranges(same)}: {', '.join(names)}")
         lines += [f"  {self.other}"] if self.other else []
         lines += [f"  float: {tower}; to quantize it too, name it in towers=" for tower in self.left]
@@ -185,7 +187,9 @@ def _usual(model: Any, found: list[Tower]) -> list[Tower]:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return found
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = None
+    if hasattr(model, "get_decoder"):
+        decoder = model.get_decoder()
     inside = {name for name, module in model.named_modules() if decoder is not None and module is decoder}
     words = [tower for tower in found if any(tower.path.startswith(name + ".") for name in inside)]
     return [max(words or found, key=lambda tower: tower.weights)]

@@ -127,7 +127,10 @@ def is_linear(module: Any) -> bool:
     probe = copy.copy(module)
     weight = torch.arange(6.0).reshape(2, 3) - 1.5
     x = torch.tensor([[0.5, -1.0, 2.0]])
-    bias = None if module.bias is None else torch.tensor([0.25, -3.0])
+    if module.bias is None:
+        bias = None
+    else:
+        bias = torch.tensor([0.25, -3.0])
     probe.__dict__["_parameters"] = {"weight": weight, "bias": bias}
     probe.in_features = 3
     probe.out_features = 2

@@ -79,7 +79,9 @@ class Names:
         if key in self.layers:
             return self.layers[key]
         found = self.tensor(f"{key}.weight")
-        return found.removesuffix(".weight") if found in self.state else key
+        if found in self.state:
+            return found.removesuffix(".weight")
+        return key
 
     def plan(self, keys: Iterable[str], shape_of: Callable[[str], Any]) -> Plan:
         """`shape_of` is asked where one tensor of the files becomes several."""
@@ -148,7 +150,10 @@ class Names:
         others = {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
-            key = f"{self.layer_file(layer)}.{leaf}" if layer in layers else self.key(name)
+            if layer in layers:
+                key = f"{self.layer_file(layer)}.{leaf}"
+            else:
+                key = self.key(name)
             if key is None:
                 others[name] = tensor
             else:
@@ -185,7 +190,9 @@ class Names:
         rows = tensor.shape[1]
         numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
-            files = self._reverted({stack: numbers}) if self.key(stack) is None else {}
+            files = {}
+            if self.key(stack) is None:
+                files = self._reverted({stack: numbers})
         except (RuntimeError, ValueError, StopIteration):  # the recipe needs more than this one tensor
             files = {}
         parts = [_part(key, ids, rows) for key, ids in files.items()]

@@ -225,7 +225,10 @@ def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple
 def tied_names(model: nn.Module) -> set[str]:
     """Of tensors that are one, all names but the one that checkpoints use."""
     declared = getattr(model, "all_tied_weights_keys", None)
-    second = set(declared) if isinstance(declared, dict) else set()
+    if isinstance(declared, dict):
+        second = set(declared)
+    else:
+        second = set()
     state = model.state_dict()
     seen: set[Any] = set()
     tied = set()

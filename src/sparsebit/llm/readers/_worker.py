@@ -137,7 +137,10 @@ def main():
             return
         ask = json.loads(line)
         try:
-            answer = tasks[ask["task"]](*modules, ask) if modules else {"broken": wrong}
+            if modules:
+                answer = tasks[ask["task"]](*modules, ask)
+            else:
+                answer = {"broken": wrong}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}".strip()}
         answer["clean"] = "sparsebit" not in sys.modules

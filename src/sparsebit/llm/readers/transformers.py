@@ -40,7 +40,9 @@ class Transformers(Reader):
             plan.format, ("compressed_tensors", "accelerate")
         )
         absent = [name for name in ("transformers", *needs) if importlib.util.find_spec(name) is None]
-        return f"needs {' and '.join(absent)}, not installed here" if absent else ""
+        if absent:
+            return f"needs {' and '.join(absent)}, not installed here"
+        return ""
 
     def judge(self, plan: Plan) -> Verdict:
         reason = _refusal(plan)

@@ -37,7 +37,9 @@ def cut(model: Any, rank: int, ranks: int) -> Stage:
     """The part of `model` that process `rank` of `ranks` runs; adapters may be on it. `model` itself is cut."""
     if hasattr(model, "get_base_model"):  # PEFT's wrapper
         model = model.get_base_model()
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = None
+    if hasattr(model, "get_decoder"):
+        decoder = model.get_decoder()
     blocks = getattr(decoder, "layers", None)
     if decoder is None or not isinstance(blocks, nn.ModuleList) or not hasattr(decoder, "norm"):
         raise ConfigError(

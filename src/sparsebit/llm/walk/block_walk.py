@@ -153,7 +153,10 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
     groups = [list(linears)]
     if measured:
         groups = sharing(lanes.twin or lanes.lane.apart(), linears)
-    stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
+    if job.true_sequential:
+        stages = _stages(lanes.block, groups)
+    else:
+        stages = [groups]
     solved: dict[str, Solved] = {}
     about: dict[str, dict[str, Any]] = {}
     folded: dict[str, dict[str, Any]] = {}

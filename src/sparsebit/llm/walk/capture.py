@@ -74,7 +74,9 @@ class Wrap:
 
 
 def first_tensor(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
+    if isinstance(output, (tuple, list)):
+        return output[0]
+    return output
 
 
 class _Enough(Exception):
@@ -97,7 +99,10 @@ class Captured:
     def copy(self, start: int = 0) -> Captured:
         """A copy for the batches from `start` on, with separate hidden states."""
         other = Captured(len(self.calls))
-        other.hidden = self.hidden[start:] if start else copied(self.hidden)
+        if start:
+            other.hidden = self.hidden[start:]
+        else:
+            other.hidden = copied(self.hidden)
         other.calls = [calls[start:] for calls in self.calls]
         other.wraps = self.wraps[start:]
         other.needed = self.needed
@@ -250,7 +255,10 @@ def call_of(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]
         raise CalibrationError(
             f"the blocks get no hidden state that can be recognised: {len(args)} arguments and {sorted(kwargs)}"
         )
-    hidden = args[hole] if isinstance(hole, int) else kwargs[hole]
+    if isinstance(hole, int):
+        hidden = args[hole]
+    else:
+        hidden = kwargs[hole]
     args = tuple(None if i == hole or _is_cache(a) else a for i, a in enumerate(args))
     return Call(args, {k: None if _is_cache(v) else v for k, v in kwargs.items() if k != hole}, hole), hidden
 

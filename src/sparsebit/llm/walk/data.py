@@ -125,14 +125,19 @@ def named(batch: Any, takes: inspect.Signature) -> dict[str, Any] | None:
 
 def rows_of(batch: Any, takes: inspect.Signature) -> int | None:
     """How many sequences a batch of tokens has; None where it holds something else, which cannot be cut by rows."""
-    given = named(batch, takes) if not isinstance(batch, Tensor) else {"": batch}
+    if not isinstance(batch, Tensor):
+        given = named(batch, takes)
+    else:
+        given = {"": batch}
     tensors = {n: t for n, t in (given or {}).items() if isinstance(t, Tensor)}
     text = all(t.dim() == 2 and (not t.is_floating_point() or n.endswith("mask")) for n, t in tensors.items())
     others = [
         v for v in (given or {}).values() if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str)
     ]
     counts = {len(t) for t in tensors.values()}
-    return counts.pop() if text and not others and len(counts) == 1 else None
+    if text and not others and len(counts) == 1:
+        return counts.pop()
+    return None
 
 
 def _cut(batch: Any, takes: inspect.Signature, rows: Any) -> Any:
@@ -168,7 +173,10 @@ def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None
             raise CalibrationError(f"{where} has no tokens")
         known = vocabulary_of(model)
         words = ids[~torch.isin(ids, torch.tensor(places_of(model), dtype=ids.dtype, device=ids.device))]
-        wrong = words[(words < 0) | (words >= known)] if known is not None else words[:0]
+        if known is not None:
+            wrong = words[(words < 0) | (words >= known)]
+        else:
+            wrong = words[:0]
         if len(wrong):
             raise CalibrationError(
                 f"{where} has the token {int(wrong[0])}, but the model knows 0 to {(known or 1) - 1}: "

@@ -210,5 +210,6 @@ class _Functions(TorchFunctionMode):
         self.attention = asking("attention()", F.scaled_dot_product_attention)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = self.attention if func is F.scaled_dot_product_attention else func
+        if func is F.scaled_dot_product_attention:
+            func = self.attention
         return func(*args, **(kwargs or {}))

@@ -57,7 +57,9 @@ class Relay:
             if isinstance(error, SparsebitError):
                 raise
             first = self.batches[0]
-            given = ", ".join(first) if isinstance(first, Mapping) else "a tensor of tokens"
+            given = "a tensor of tokens"
+            if isinstance(first, Mapping):
+                given = ", ".join(first)
             raise CalibrationError(
                 f"batches: the model does not run on the first one, which is {given}: {type(error).__name__}: "
                 f"{first_line(error)}; pass batches of the model's processor"
@@ -76,7 +78,10 @@ class Relay:
         """
         done: list[Replay] = []
         for t in self.order:
-            captured = self.first if t == self.order[0] else self._capture(t, done, start)
+            if t == self.order[0]:
+                captured = self.first
+            else:
+                captured = self._capture(t, done, start)
             if copies:
                 captured = captured.copy(start if captured is self.first else 0)
             yield t, captured
@@ -193,7 +198,9 @@ class _Survey:
 
 def _clean(hidden: Tensor) -> Tensor:
     """The NaN that one block put out must not reach the next ones by way of the stream."""
-    return torch.nan_to_num(hidden) if bool(torch.isnan(hidden).any()) else hidden
+    if bool(torch.isnan(hidden).any()):
+        return torch.nan_to_num(hidden)
+    return hidden
 
 
 def _has_nan(value: Any) -> bool:

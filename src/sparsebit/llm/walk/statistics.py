@@ -61,7 +61,11 @@ def collect(
     def keep(name: str, x: Tensor) -> None:
         if name in narrow and float_lane is not None:  # x is what the layer gives
             bias: Any = float_lane.block.get_submodule(name).bias
-            x = x.clone() if bias is None else x - bias  # Falcon adds to it, in place
+            # Falcon adds to it, in place
+            if bias is None:
+                x = x.clone()
+            else:
+                x = x - bias
         right.setdefault(name, []).append(_rows(x))
 
     def add(name: str, x: Tensor) -> None:

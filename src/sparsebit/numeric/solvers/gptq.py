@@ -37,7 +37,9 @@ class Statistics:
         """W (X_float - X)^T X, where that is known."""
         if self.aim is not None:
             return self.aim.to(w.dtype) - w @ self.hessian.to(w.dtype)
-        return None if self.cross is None else w @ self.cross.to(w.dtype)
+        if self.cross is None:
+            return None
+        return w @ self.cross.to(w.dtype)
 
     def factored(self, damping: float, act_order: bool, dtype: torch.dtype) -> Factored:
         """Layers that read one tensor share this object, and with it the work."""
@@ -109,7 +111,9 @@ def gptq(
     else:
         plain = rtn(w, h.diagonal().float(), spec, clip=clip, scale_dtype=scale_dtype, g_idx=g_idx)
     found = better_rows(w, h, found, plain, lost)
-    return refine_grid(w.float(), h.float(), found, refine) if refine else found
+    if refine:
+        return refine_grid(w.float(), h.float(), found, refine)
+    return found
 
 
 def check_hessian(hessian: Tensor, inputs: int) -> None:

@@ -132,7 +132,9 @@ def signs_of(spec: QuantSpec) -> tuple[int, ...]:
     A symmetric grid has one level more below 0 than above. With a negative scale that level is above 0, where a group
     may need it. At 2 bits it is one of four levels; at 8 bits it makes no difference. Readers multiply as usual.
     """
-    return (1, -1) if spec.symmetric and spec.bits <= SIGNED else (1,)
+    if spec.symmetric and spec.bits <= SIGNED:
+        return (1, -1)
+    return (1,)
 
 
 def grid_of(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.export.kernels.integer_kernels import why_float_grids
-from sparsebit.graph.ops import inputs_of
+from sparsebit.graph.ops import called_module, inputs_of
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.numeric.spec import QuantSpec
@@ -89,7 +89,9 @@ class Opr(nn.Module):
         if "_repr_info" in self.__dict__:
             return str(self._repr_info)
         op = self.__dict__.get("op")
-        return getattr(op, "__name__", "") if op is not None else super().extra_repr()
+        if op is not None:
+            return getattr(op, "__name__", "")
+        return super().extra_repr()
 
 
 class Mover(Opr):
@@ -150,7 +152,10 @@ class QuantOpr(Opr):
         if args:
             return (self.quantized_input(args[0]), *args[1:])
         found = (k for k, v in kwargs.items() if k == "tensors" or isinstance(v, Tensor))
-        key = self.input_name if self.input_name in kwargs else next(found, None)
+        if self.input_name in kwargs:
+            key = self.input_name
+        else:
+            key = next(found, None)
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args
@@ -201,7 +206,10 @@ class QuantOpr(Opr):
         if quantizer is None or not quantizer.is_enable:
             return bias
         if self.bias_correction is not None:
-            bias = self.bias_correction if bias is None else bias + self.bias_correction
+            if bias is None:
+                bias = self.bias_correction
+            else:
+                bias = bias + self.bias_correction
         return bias if bias is None else self._as_added(bias)
 
     def _as_added(self, bias: Tensor) -> Tensor:
@@ -319,7 +327,7 @@ class MultipleInputsQuantOpr(Opr):
 
 def is_number(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     """Is the value a size, or computed from sizes alone? False where that is not known."""
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if isinstance(module, Value) or not isinstance(module, Opr):
         return isinstance(module, Value)
     is_operator = getattr(module.__dict__.get("op"), "__module__", "") == "_operator"
@@ -369,4 +377,6 @@ class Method:
 
 
 def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    return Method(node.target) if isinstance(node.target, str) else node.target
+    if isinstance(node.target, str):
+        return Method(node.target)
+    return node.target

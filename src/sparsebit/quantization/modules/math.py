@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparsebit.graph.ops import called_module
 from sparsebit.quantization.common import Backend, get_backend
 from sparsebit.quantization.modules.activations import (
     QGELU,
@@ -119,7 +120,9 @@ class QAdd(MultipleInputsQuantOpr):
             self.why_float = "the softmax behind it quantizes the sum"
         elif is_float_sum(node, model):
             self.why_float = "its sum is read in float"
-        return 0 if self.why_float else super().prepare_input_quantizer(node, model)
+        if self.why_float:
+            return 0
+        return super().prepare_input_quantizer(node, model)
 
 
 @register_qmodule(sources=spelled("mul multiply"))
@@ -145,7 +148,7 @@ def feeds_softmax(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     if not node.users or not depth:
         return False
     for user in node.users:
-        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        module = called_module(user, gm)
         between = isinstance(module, (QAdd, Cast, Reshape)) and feeds_softmax(user, gm, depth - 1)
         if not between and not isinstance(module, QSoftmax):
             return False
@@ -165,7 +168,7 @@ def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     dB (class tokens), and no runtime adds in integers if the result must be float.
     """
     for user in node.users if depth else ():
-        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        module = called_module(user, gm)
         if isinstance(module, (*FLOAT_READERS, QMul)):
             return True
         if isinstance(module, MOVES) and is_read_in_float(user, gm, depth - 1):
@@ -180,7 +183,7 @@ def made_by_conv(
 ) -> bool:
     """Is the value the output of a convolution, directly, after an op that is fused with it, or through ops that only
     move it?"""
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if isinstance(module, CONVS):
         return True
     source = None

@@ -314,7 +314,9 @@ class ImageObserver(Observer):
     @property
     def image_axis(self) -> int | None:
         axis = self.spec.axis
-        return axis + 1 if self.is_weight and axis is not None else axis
+        if self.is_weight and axis is not None:
+            return axis + 1
+        return axis
 
     def accumulate_images(self, low: Tensor, high: Tensor) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define accumulate_images()")

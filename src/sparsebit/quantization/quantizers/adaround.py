@@ -122,7 +122,9 @@ class AdaRoundQuantizer(BaseQuantizer):
             return x
         steps, scale = self._nearest(x)
         y = ((steps + self.shift.to(steps)) * scale).reshape(x.shape).to(x.dtype)
-        return x + (y - x).detach() if x.requires_grad and torch.is_grad_enabled() else y
+        if x.requires_grad and torch.is_grad_enabled():
+            return x + (y - x).detach()
+        return y
 
     def _nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Steps from zero to the code next to each value (groups as rows), and the length of a step."""

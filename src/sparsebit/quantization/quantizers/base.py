@@ -146,7 +146,9 @@ class Quantizer(nn.Module):
         """`x` on the grid, in any mode."""
         scale, zero_point = self._qparams_preprocess(x)
         y = self._on_grid(x, scale, zero_point)
-        return keep_pairs(y, scale, self.spec) if self.keeps_pairs else y
+        if self.keeps_pairs:
+            return keep_pairs(y, scale, self.spec)
+        return y
 
     def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         if not self._broadcasts:  # a view of the scales takes as long as rounding a small weight
@@ -401,7 +403,9 @@ def _over(x: Tensor, p: Tensor, axis: int | None) -> Tensor:
     """`p` in a shape that broadcasts over `x`; a tensor of several dimensions is returned unchanged."""
     if p.dim() == 1 and (axis is not None or not x.dim()):
         return broadcast(p, x.dim(), axis)
-    return p.reshape(-1) if p.numel() == 1 and p.dim() > x.dim() else p
+    if p.numel() == 1 and p.dim() > x.dim():
+        return p.reshape(-1)
+    return p
 
 
 def _flat(p: Tensor) -> Tensor:

@@ -31,7 +31,10 @@ def lsq_grad_scale(x: Tensor, quantizer: BaseQuantizer) -> float:
 
     Values of the whole batch: ranks that share it give the gradient that one process would.
     """
-    ranks = 1 if quantizer.qdesc.target is QuantTarget.WEIGHT else world_size()
+    if quantizer.qdesc.target is QuantTarget.WEIGHT:
+        ranks = 1
+    else:
+        ranks = world_size()
     values = x.numel() * ranks / quantizer.scale.numel()
     return 1.0 / max(values * quantizer.spec.qmax, 1.0) ** 0.5
 

@@ -38,7 +38,9 @@ Errors = dict[str, tuple[float, float]]
 
 
 def learns_rounding(module: Any) -> bool:
-    quantizer = module.weight_quantizer if isinstance(module, QuantOpr) else None
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.weight_quantizer
     return isinstance(quantizer, AdaRoundQuantizer) and not quantizer.absorbed
 
 
@@ -87,7 +89,9 @@ def reconstruct(
     units = find_units(gm, learns_rounding, weight_quantizer(layers[0]).params.unit)
     store = Store(offload)
     walk = _Walk(gm, batches, store, asym, w_quant, a_quant)
-    finished = Finished(Path(checkpoint)) if checkpoint is not None else None
+    finished = None
+    if checkpoint is not None:
+        finished = Finished(Path(checkpoint))
     errors: Errors = {}
     try:
         with bar("reconstructing", len(units), progress) as show:
@@ -105,7 +109,10 @@ def reconstruct(
 def _do(unit: Unit, walk: _Walk, index: int, finished: Finished | None, show: Any) -> tuple[float, float]:
     work = UnitLearning(unit, walk.gm, walk.samples, walk.compute(unit), seed=index)
     key = "" if finished is None else _fingerprint(unit, walk)
-    known = None if finished is None else finished.load(index, key, work)
+    if finished is None:
+        known = None
+    else:
+        known = finished.load(index, key, work)
     if known is not None:
         return known
     steps = work.options.steps

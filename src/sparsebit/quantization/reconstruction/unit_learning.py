@@ -106,7 +106,9 @@ class Samples:
     def _rows(self, batch: int, rows: Tensor | None, exact: bool = False) -> tuple[Env, list[Tensor]]:
         def take(value: Any) -> Any:
             value = self.store.get(value)
-            return value if rows is None else value[rows.to(value.device)]
+            if rows is None:
+                return value
+            return value[rows.to(value.device)]
 
         inputs = (self.float_inputs if exact else self.inputs)[batch].items()
         env = {n: self.store.get(v) if n in self.constants else take(v) for n, v in inputs}
@@ -169,7 +171,10 @@ class UnitLearning:
         groups: list[dict[str, Any]] = []
         for m in self.unit.layers:
             if m.bias_correction is not None:
-                size = m.weight.abs().amax() if m.bias is None else m.bias.abs().mean()
+                if m.bias is None:
+                    size = m.weight.abs().amax()
+                else:
+                    size = m.bias.abs().mean()
                 groups.append({"params": [m.bias_correction.requires_grad_()], "lr": BIAS_LR * size.item()})
         for q in self.inputs:
             if q.bit < FEW_BITS and not isinstance(q.scale, nn.Parameter):
@@ -265,4 +270,6 @@ def weight_quantizer(layer: QuantOpr) -> AdaRoundQuantizer:
 def _channels_last(value: Any) -> Any:
     """Depthwise convolutions on CPUs are several times faster so."""
     is_image = isinstance(value, Tensor) and value.dim() == 4
-    return value.contiguous(memory_format=torch.channels_last) if is_image else value
+    if is_image:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.modules.base import is_number
 
@@ -56,7 +56,9 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
 
 def _layers_of(node: fx.Node, gm: fx.GraphModule, learns: Learns) -> list[QuantOpr]:
     """The layers that a node runs: one, or those inside an island."""
-    inside = module_of(node, gm).modules() if node.op == "call_module" else ()
+    inside = ()
+    if node.op == "call_module":
+        inside = module_of(node, gm).modules()
     return [m for m in inside if isinstance(m, QuantOpr) and learns(m)]
 
 
@@ -69,7 +71,10 @@ def _unit(nodes: Sequence[fx.Node], layers: Sequence[QuantOpr], weighted: set[fx
             behind.add(node)
     outputs = [n for n in nodes if n in behind and any(user not in inside for user in n.users)]
     named = [str(n.meta.get("path", n.name)) for n in nodes if n in weighted]
-    name = named[0] if len(named) == 1 else f"{named[0]} .. {named[-1]}"
+    if len(named) == 1:
+        name = named[0]
+    else:
+        name = f"{named[0]} .. {named[-1]}"
     return Unit(tuple(nodes), tuple(layers), tuple(inputs), tuple(outputs), name)
 
 
@@ -147,6 +152,8 @@ def _single_layers(order: list[fx.Node], gm: fx.GraphModule, weighted: set[fx.No
 
 
 def _is_absorbed(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
-    quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+    module = called_module(node, gm)
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.input_quantizer
     return quantizer is not None and quantizer.absorbed

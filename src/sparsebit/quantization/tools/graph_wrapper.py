@@ -14,7 +14,9 @@ __all__ = ["GraphVisitor", "SharedData", "fx_symbolic_trace", "to_cpu", "to_deta
 
 
 def fx_symbolic_trace(model: nn.Module) -> fx.GraphModule:
-    return model if isinstance(model, fx.GraphModule) else fx.symbolic_trace(model)
+    if isinstance(model, fx.GraphModule):
+        return model
+    return fx.symbolic_trace(model)
 
 
 class SharedData:

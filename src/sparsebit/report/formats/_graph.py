@@ -113,7 +113,10 @@ def _edge(a: Place, b: Place) -> str:
 
 
 def _box(name: str, op: str, place: Place, layer: Layer | None, row: int | None) -> str:
-    short = name if len(name) <= LETTERS else f"…{name[1 - LETTERS :]}"
+    if len(name) <= LETTERS:
+        short = name
+    else:
+        short = f"…{name[1 - LETTERS :]}"
     bits = layer.bits if layer is not None else ""
     tip = escape(" · ".join(_facts(name, op, layer)))
     text = (
@@ -122,7 +125,9 @@ def _box(name: str, op: str, place: Place, layer: Layer | None, row: int | None)
         f'<text x="{place.x + 7:.0f}" y="{place.y + 14:.0f}">{escape(short)}'
         f'<tspan x="{place.x + 7:.0f}" dy="14">{escape(f"{op} {bits}".strip())}</tspan></text></g>'
     )
-    return text if row is None else f'<a href="#layer-{row}">{text}</a>'
+    if row is None:
+        return text
+    return f'<a href="#layer-{row}">{text}</a>'
 
 
 def _facts(name: str, op: str, layer: Layer | None) -> Iterator[str]:

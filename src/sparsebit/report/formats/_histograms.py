@@ -48,8 +48,12 @@ def _chart(h: Histogram) -> str:
     most = math.log1p(max(h.counts)) or 1.0
     tops = [TALL * (1 - math.log1p(n) / most) for n in h.counts]
     path = "".join(f"V{top:.3g}h{step:.1f}" for top in tops)
-    kind = "weights" if h.label.startswith("W") else "activations"
-    clipped = f", {share(h.clipped)} clipped" if h.clipped else ""
+    kind = "activations"
+    if h.label.startswith("W"):
+        kind = "weights"
+    clipped = ""
+    if h.clipped:
+        clipped = f", {share(h.clipped)} clipped"
     band = (
         f'<rect x="{x(h.range[0]):.0f}" y="0" width="{x(h.range[1]) - x(h.range[0]):.0f}" height="{TALL}"/>'
     )

@@ -69,7 +69,9 @@ def _tiles(facts: Facts) -> str:
         tiles.append(
             f'<div class="tile{failed}"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
         )
-    return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>' if tiles else ""
+    if tiles:
+        return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>'
+    return ""
 
 
 def _fixes(facts: Facts) -> str:

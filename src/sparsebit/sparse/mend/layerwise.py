@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from sparsebit.graph.ops import ADDS, module_calls, op_of
+from sparsebit.graph.ops import ADDS, called_module, module_calls, op_of
 from sparsebit.graph.run.batches import Batches
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.compare import leaves
@@ -149,9 +149,7 @@ def _behind(gm: fx.GraphModule) -> set[fx.Node]:
     """Layers that have lost channels, and all nodes behind them."""
     found = set[fx.Node]()
     for node in gm.graph.nodes:
-        module = None
-        if node.op == "call_module":
-            module = gm.get_submodule(str(node.target))
+        module = called_module(node, gm)
         if module is None:
             inside = []
         else:

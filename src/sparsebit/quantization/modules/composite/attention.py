@@ -111,7 +111,8 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
             out = out.transpose(0, 1).contiguous()  # so that the user may view() it, as with torch
         if not need_weights:
             return out, None
-        weights = weights.mean(1) if average_attn_weights else weights
+        if average_attn_weights:
+            weights = weights.mean(1)
         return out, weights if batched else weights.squeeze(0)
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:

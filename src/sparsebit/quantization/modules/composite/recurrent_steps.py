@@ -126,7 +126,9 @@ class StepByStep(TorchFunctionMode):
         backwards: bool,
     ) -> tuple[Tensor, State]:
         (w_ih, w_hh), (b_ih, b_hh) = weights[:2], weights[2:4] if bias else (None, None)
-        w_hr = weights[-1] if self.round_unprojected is not None else None
+        w_hr = None
+        if self.round_unprojected is not None:
+            w_hr = weights[-1]
         steps = list(enumerate(F.linear(x, w_ih, b_ih).split(sizes)))
         outputs: list[Tensor] = [x] * len(sizes)
         for t, part in reversed(steps) if backwards else steps:

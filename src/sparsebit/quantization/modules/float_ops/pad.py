@@ -35,7 +35,11 @@ def padded_with(node: fx.Node, op: Any) -> str:
         value = getattr(op, "value", 0)
     else:
         takes_mode = getattr(op, "__name__", "") == "pad"
-        mode = argument(node, 2, "mode", "constant") if takes_mode else "constant"
+        mode = "constant"
+        if takes_mode:
+            mode = argument(node, 2, "mode", "constant")
         value = argument(node, 3 if takes_mode else 2, "value", 0)
     is_zero = value is None or (isinstance(value, (int, float)) and value == 0)
-    return "zeros" if mode == "constant" and is_zero else str(mode)
+    if mode == "constant" and is_zero:
+        return "zeros"
+    return str(mode)
