@@ -128,7 +128,7 @@ def run(argv: Sequence[str] | None) -> int:
     except Interrupted as error:
         say(f"\n{error}")
         return 130
-    except Exception as error:
+    except Exception as error:  # the outermost door of the command line: every error becomes one line
         if hasattr(error, "format_message"):  # what the parser refuses; older typers have click's own classes
             if not str(error.format_message()).strip():  # no arguments at all: the help was shown
                 return 0

@@ -125,7 +125,9 @@ TABLE = (
     Row("true_sequential", bool, "a layer sees what the quantized layers before it give"),
     Row("match_float", bool, "aim at the float model's outputs; twice the forward passes"),
     Row("rotate", bool, "turn the residual stream first, so that outliers are spread"),
-    Row("towers", _list, "which lists of blocks: encoder,decoder or vision_tower, or all", metavar="NAME,NAME"),
+    Row(
+        "towers", _list, "which lists of blocks: encoder,decoder or vision_tower, or all", metavar="NAME,NAME"
+    ),
     Row("blocks", str, "the only list of blocks, where it is not found", metavar="PATH.OF.IT"),
     Row("spill", _place, "keep activations in files there; `tmp`: the system's folder", metavar="DIR"),
     Row("reader", str, "the program that must run it: transformers (the usual one), vLLM or GPTQModel"),
@@ -139,10 +141,15 @@ TABLE = (
     Row("points", int, "scales that are tried for each group of layers: 20", "awq"),
     Row("p", float, "the norm whose error is made small: 0.7", "hqq"),
     Row("rounds", int, "of the search for zero points: 20", "hqq"),
-    Row("alpha", float, "from 0 (ranges stay in the activations) to 1 (all in the weights): 0.5", "smoothquant"),
+    Row(
+        "alpha",
+        float,
+        "from 0 (ranges stay in the activations) to 1 (all in the weights): 0.5",
+        "smoothquant",
+    ),
     Row("ratio", float, "the share of zeros: 0.5", "sparsegpt, wanda"),
     Row("pattern", _pattern, "zeros in runs of inputs, such as 2 of 4", "sparsegpt, wanda", metavar="2:4"),
-)  # fmt: skip
+)
 
 
 def with_table(function: Callable[..., None]) -> Callable[..., None]:

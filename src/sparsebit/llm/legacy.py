@@ -95,8 +95,12 @@ def from_legacy(checkpoint: dict[str, Any], model: nn.Module) -> nn.Module:
         unfold(model, lambda stack, shape: names.parts[stack])
     for name, bits in checkpoint["layers_bit"].items():
         _swap(model, name, state, bits, None if size == -1 else size)
-    packed = {f"{name}.{key}" for name, m in model.named_modules() if isinstance(m, QuantLinear)
-              for key in m.state_dict()}  # fmt: skip
+    packed = {
+        f"{name}.{key}"
+        for name, m in model.named_modules()
+        if isinstance(m, QuantLinear)
+        for key in m.state_dict()
+    }
     lost = [key for key in model.state_dict() if key not in packed and key not in state]
     if lost:
         raise ConfigError(f"checkpoint: has no {lost[0]!r}, which the model has; pass the right model")

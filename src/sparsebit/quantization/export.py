@@ -165,7 +165,7 @@ def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:
     try:
         with torch.no_grad(), evaluating(found):
             found.model(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's code in another dtype may raise anything
         raise ExportError(
             f"model: is {kind}, in which onnxruntime has no integer kernels, and its graph does not run in float32: "
             f"{type(error).__name__}: {str(error)[:300]}\n"

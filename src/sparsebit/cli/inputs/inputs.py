@@ -85,7 +85,7 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
     try:
         with torch.no_grad():
             runs(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's forward may raise anything
         shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if inputs.data:
             given = f"--data {inputs.data}"

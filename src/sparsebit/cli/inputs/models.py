@@ -101,7 +101,7 @@ def _exported(path: Path) -> Any:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # torch.export.load would run pickled code
     try:
         return torch.export.load(str(path))
-    except Exception as error:
+    except Exception as error:  # torch.export.load raises errors of many libraries
         raise InputError(
             f"{path}: is no exported program that can be read safely: {one_line(error)}"
         ) from None

@@ -152,7 +152,7 @@ def _logged(path: Path) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
-    except Exception:
+    except Exception:  # logged and raised again
         log.info("stopped by an error", exc_info=True)
         raise
     finally:

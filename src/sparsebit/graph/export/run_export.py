@@ -52,7 +52,7 @@ def run_export(
             build = outputs[-1]
             if not _agrees(exported, model, (args, kwargs)):
                 raise TraceError("the exported graph computes another output than the model")
-        except Exception as error:
+        except Exception as error:  # torch.export fails in many ways; the next form is tried
             trouble = trouble or error
             continue
         if trouble is not None:
@@ -101,7 +101,7 @@ def _explained(
     try:
         with torch.no_grad():
             model(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's forward may raise anything
         return TraceError(f"{type(model).__name__} does not run on the example: {_first_line(error)}")
     return TraceError(
         f"torch.export cannot trace {type(model).__name__}: {_first_line(trouble)}\n  fix: trace='fx' keeps what it "
@@ -137,7 +137,7 @@ def _agrees(exported: nn.Module, model: nn.Module, call: Any) -> bool:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 results.append(pytree.tree_leaves(Call(*call).run(module)))
-        except Exception:
+        except Exception:  # of the model: the call proves nothing; of the graph only: they differ
             return module is model
         finally:
             for buffer, value in buffers:

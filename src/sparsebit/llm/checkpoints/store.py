@@ -19,9 +19,20 @@ from sparsebit.utils.files import write_whole
 RUN = "run.json"
 INDEX = "model.safetensors.index.json"
 REST = "model-rest.safetensors"
-BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json",
-          "chat_template*", "added_tokens.json", "preprocessor_config.json", "*processor_config.json",
-          "normalizer.json", "*.spm", "spiece.model")  # fmt: skip
+BESIDE = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "*processor_config.json",
+    "normalizer.json",
+    "*.spm",
+    "spiece.model",
+)
 
 
 class Store:

@@ -84,8 +84,12 @@ def _words(config: Any) -> Tensor:
     """Tokens of a text, none of which stands for something else."""
     text = config.get_text_config(decoder=True)
     size = min(getattr(text, "vocab_size", 0) or KNOWN, KNOWN)
-    special = {value for c in (config, text) for key, value in vars(c).items() if key.endswith(("_id", "_index"))
-               and isinstance(value, int)}  # fmt: skip
+    special = {
+        value
+        for c in (config, text)
+        for key, value in vars(c).items()
+        if key.endswith(("_id", "_index")) and isinstance(value, int)
+    }
     plain = [i for i in range(size) if i not in special] or [0]
     return torch.tensor([plain[7 * i % len(plain)] for i in range(WORDS)])[None]
 

@@ -125,9 +125,16 @@ class Native:
         w = self.struct
         size = self.tensors[1].element_size()
         rows = _Weight(
-            w.packed + start * w.stride, w.scales + start * w.groups * size, w.zeros + start * w.groups,
-            len(out), w.inputs, w.group, w.groups, w.stride, w.kind,
-        )  # fmt: skip
+            w.packed + start * w.stride,
+            w.scales + start * w.groups * size,
+            w.zeros + start * w.groups,
+            len(out),
+            w.inputs,
+            w.group,
+            w.groups,
+            w.stride,
+            w.kind,
+        )
         half = out.dtype == torch.bfloat16
         self.library.dequantize(ctypes.byref(rows), out.data_ptr(), self.bits, half, self._threads())
         return out

@@ -37,7 +37,7 @@ def prepare():
 
     try:
         importlib.import_module("torchvision")
-    except Exception:
+    except Exception:  # a torchvision for another torch raises errors of any kind
         for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
             del sys.modules[name]
         sys.modules["torchvision"] = None
@@ -128,7 +128,7 @@ def main():
     wrong = ""
     try:
         modules = prepare()
-    except Exception as error:
+    except Exception as error:  # the answer carries the error to the other process
         wrong = f"{type(error).__name__}: {error}"
     tasks = {"probe": probe, "run": run}
     while os.name == "nt" or select.select([sys.stdin], [], [], IDLE)[0]:
@@ -141,7 +141,7 @@ def main():
                 answer = tasks[ask["task"]](*modules, ask)
             else:
                 answer = {"broken": wrong}
-        except Exception as error:
+        except Exception as error:  # the answer carries the error to the other process
             answer = {"error": f"{type(error).__name__}: {error}".strip()}
         answer["clean"] = "sparsebit" not in sys.modules
         answers.write(json.dumps(answer) + "\n")

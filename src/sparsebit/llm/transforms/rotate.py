@@ -102,7 +102,7 @@ class Rotated(InMemory):
                 f"blocks, not one norm between blocks and head; {WAY_OUT}"
             )
         q = rotation(width)
-        (name, norm), = norms.items()  # fmt: skip
+        [(name, norm)] = norms.items()
         gain = take_gain(norm, name)
         for table in tables:
             put(table, "weight", table.weight.double() @ q.to(table.weight.device))

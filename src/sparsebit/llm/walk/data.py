@@ -272,8 +272,9 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
             if bool(found.any()):
                 log.warning(
                     "batches: %d tokens %d at the ends of sequences are taken for padding; a mask would say what is",
-                    int(found.sum()), pad,
-                )  # fmt: skip
+                    int(found.sum()),
+                    pad,
+                )
             yield side, ~found
 
 

@@ -56,17 +56,26 @@ class Columns:
         """Rounds columns start:stop of wt, in place, and fills in their errors; all tensors are contiguous."""
         block = u[start:stop, start:stop]
         self.lib.greedy(
-            wt[start].data_ptr(), errors.data_ptr(), block.data_ptr(), u.stride(0), codes.data_ptr(),
-            order[start].data_ptr(), *self._end(start, stop),
-        )  # fmt: skip
+            wt[start].data_ptr(),
+            errors.data_ptr(),
+            block.data_ptr(),
+            u.stride(0),
+            codes.data_ptr(),
+            order[start].data_ptr(),
+            *self._end(start, stop),
+        )
 
     def descend(self, pull: Tensor, gap: Tensor, codes: Tensor, h: Tensor, start: int, stop: int) -> None:
         """Moves codes[start:stop] and keeps gap = w - q up to date; pull = h[start:stop] @ gap is used up."""
         block = h[start:stop, start:stop]
         self.lib.descend(
-            pull.data_ptr(), gap[start].data_ptr(), codes[start].data_ptr(), block.data_ptr(), h.stride(0),
+            pull.data_ptr(),
+            gap[start].data_ptr(),
+            codes[start].data_ptr(),
+            block.data_ptr(),
+            h.stride(0),
             *self._end(start, stop),
-        )  # fmt: skip
+        )
 
     def _end(self, start: int, stop: int) -> tuple[int | float, ...]:
         threads = 1 if self.rows < ALONE else torch.get_num_threads()
@@ -96,8 +105,17 @@ def least(
     best = torch.empty_like(scales[0]), torch.empty_like(zeros[0])
     count = best[0].numel()
     lib.least(
-        w.data_ptr(), importance.data_ptr(), scales.data_ptr(), zeros.data_ptr(), len(scales), count, w.shape[-1],
-        importance.numel() // w.shape[-1], float(2**bits - 1), best[0].data_ptr(), best[1].data_ptr(),
+        w.data_ptr(),
+        importance.data_ptr(),
+        scales.data_ptr(),
+        zeros.data_ptr(),
+        len(scales),
+        count,
+        w.shape[-1],
+        importance.numel() // w.shape[-1],
+        float(2**bits - 1),
+        best[0].data_ptr(),
+        best[1].data_ptr(),
         1 if count < ALONE else torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return best

@@ -91,8 +91,16 @@ def backward(
         pieces = -(-inner // PIECE)
         sums = torch.empty(outer, channels, pieces, 2, dtype=torch.float64)
         lib.backward(
-            x.data_ptr(), g.data_ptr(), gx.data_ptr(), outer, channels, inner, pieces, *grid, sums.data_ptr(),
+            x.data_ptr(),
+            g.data_ptr(),
+            gx.data_ptr(),
+            outer,
+            channels,
+            inner,
+            pieces,
+            *grid,
+            sums.data_ptr(),
             _threads(x),
-        )  # fmt: skip
+        )
         total = sums.sum((0, 2)).T
     return gx, total[0], total[1]

@@ -158,7 +158,7 @@ class UnitLearning:
             for m in self.unit.layers:
                 weight_quantizer(m).settle(m.weight)
             after = self.error()
-        except BaseException:
+        except BaseException:  # also on Ctrl-C
             state.restore()
             raise
         if not after < before:

@@ -117,9 +117,15 @@ def _bar(i: int, layer: Layer, longest: float) -> str:
 
 # -- graph -----------------------------------------------------------------------------------------------
 KEYS = {
-    "error": (("n0", "below 1 %"), ("n1", "1 %"), ("n2", "3 %"), ("n3", "10 %"), ("n4", "20 % of the noise and more")),
+    "error": (
+        ("n0", "below 1 %"),
+        ("n1", "1 %"),
+        ("n2", "3 %"),
+        ("n3", "10 %"),
+        ("n4", "20 % of the noise and more"),
+    ),
     "bits": (("b2", "up to 3 bits"), ("b4", "4"), ("b6", "5 to 7"), ("b8", "8"), ("b16", "more")),
-}  # fmt: skip
+}
 
 
 def _graph(facts: Facts) -> str:
@@ -157,14 +163,21 @@ def _layers(layers: Sequence[Layer]) -> str:
     rows: list[list[Cell]] = []
     for x in layers:
         runs = "yes" if x.integer else x.backend
-        rows.append([
-            (x.name, None), (x.op, None), (x.bits or x.state, None),
-            (decibel(x.effect), x.effect), (decibel(x.own), x.own),
-            (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
-            (count(x.macs) if x.macs else "", x.macs), (runs, None),
-            (x.range.replace(" … ", "\u00a0…\u00a0"), None), (x.clipped, None),
-            (x.scheme or x.how, None),
-        ])  # fmt: skip
+        rows.append(
+            [
+                (x.name, None),
+                (x.op, None),
+                (x.bits or x.state, None),
+                (decibel(x.effect), x.effect),
+                (decibel(x.own), x.own),
+                (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
+                (count(x.macs) if x.macs else "", x.macs),
+                (runs, None),
+                (x.range.replace(" … ", "\u00a0…\u00a0"), None),
+                (x.clipped, None),
+                (x.scheme or x.how, None),
+            ]
+        )
     return _table(head, rows, "layer")
 
 

@@ -32,11 +32,21 @@ def as_markdown(facts: Facts) -> str:
         ]
         head += ["runs in"]
         rows = [
-            [x.name, x.op, x.bits or x.state, x.scheme or x.how, x.range, x.clipped, decibel(x.effect),
-             decibel(x.own), f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "",
-             count(x.macs) if x.macs else "", x.backend]
+            [
+                x.name,
+                x.op,
+                x.bits or x.state,
+                x.scheme or x.how,
+                x.range,
+                x.clipped,
+                decibel(x.effect),
+                decibel(x.own),
+                f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "",
+                count(x.macs) if x.macs else "",
+                x.backend,
+            ]
             for x in facts.layers
-        ]  # fmt: skip
+        ]
         parts += ["## Layers", _table(head, rows)]
     if facts.graph is not None and facts.graph.mermaid:
         parts += ["## Graph", f"```mermaid\n{facts.graph.mermaid.strip()}\n```"]
