@@ -5,7 +5,6 @@ qmodel = sparsebit.quantize(model, batches)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0"
@@ -56,14 +55,13 @@ _check_torch()
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-
     from sparsebit import llm
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.analysis.preflight import Preflight
     from sparsebit.quantization.quant_config import QuantConfig
     from sparsebit.sparse import SparseModel
+    from sparsebit.sparse.prune import prune
 
 
 def quantize(
@@ -112,69 +110,6 @@ def preflight(model: Any, example: Any, config: Any = None, *, trace: str = "aut
     return QuantModel(model, config, example=example, trace=trace).preflight(example)
 
 
-def prune(
-    model: Any,
-    example: Any,
-    ratio: float | None = None,
-    *,
-    macs: float | None = None,
-    params: float | None = None,
-    latency: float | None = None,
-    sparser: str | None = None,
-    batches: Any = None,
-    loss: Any = None,
-    scope: str | None = None,
-    round_to: int | None = None,
-    heads: str | None = None,
-    merge: int | str | Sequence[str] = 0,
-    depth: int | Sequence[str] = 0,
-    config: Any = None,
-    progress: bool | None = None,
-) -> nn.Module:
-    """A smaller copy of `model`, checked on `example`: the channels that matter least are removed.
-
-    ratio the share of channels that is removed (0.5 by default), or macs, params, latency the share of multiplications,
-    parameters, or time on this machine that remains.
-    sparser the criterion: l1norm (the default), l2norm, fpgm, lamp, slimming, random; with data: hrank,
-              wanda; with data and a loss: taylor, fisher.
-    batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
-              with (layers are fitted to the whole model). loss(output, target): cross entropy by default.
-    scope     "layer" (the default): the same share of every layer; "global": of all together.
-    round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, if
-              enough can go then. 1: any number.
-    heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
-    merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
-              to change least; "auto": every pair of at most 32 channels, too narrow for kernels once halved; or names.
-    depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
-              that `batches` show to matter least; or names.
-    config    a SparseConfig, YAML path or mapping; sparser, scope, round_to, heads and ratio go before what it says.
-    progress  show bars, for batches and for the search of a budget; None: only on a terminal.
-
-    It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`
-    says what is left of each layer, and applies the same cut to a fresh model.
-    """
-    from sparsebit.sparse.prune import prune as cut
-
-    return cut(
-        model,
-        example,
-        ratio,
-        macs=macs,
-        params=params,
-        latency=latency,
-        sparser=sparser,
-        batches=batches,
-        loss=loss,
-        scope=scope,
-        round_to=round_to,
-        heads=heads,
-        merge=merge,
-        depth=depth,
-        config=config,
-        progress=progress,
-    )
-
-
 def verify(onnx_path: Any, model: Any, batches: Any) -> ExportReport:
     """Check an exported file against its model again, on `batches`: every quantizer, every op, and the outputs.
 
@@ -197,6 +132,10 @@ def __getattr__(name: str) -> Any:
         from sparsebit.quantization.quant_config import QuantConfig
 
         return QuantConfig
+    if name == "prune":
+        from sparsebit.sparse.prune import prune
+
+        return prune
     if name == "SparseModel":
         from sparsebit.sparse import SparseModel
 
