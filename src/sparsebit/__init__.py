@@ -100,8 +100,8 @@ def quantize(
 
 
 def preflight(model: Any, example: Any, config: Any = None, *, trace: str = "auto") -> Preflight:
-    """What would happen to `model`, before anything long is started: quantized with what, float and why, islands,
-    MACs, the memory that calibration needs, what the backend runs in integers.
+    """The result of a quantization, before any long work: the quantizers of each op, the ops that stay float and the
+    reasons, islands, MACs, the memory of calibration, and the ops that the backend runs in integers.
 
     config and trace are those of `quantize`.
     """

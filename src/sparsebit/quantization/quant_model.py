@@ -59,11 +59,12 @@ class QuantModel(nn.Module):
     config   a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
     example  one batch, in any form that calibrate() takes: it shows which optional inputs are used and proves the
              traced graph. Without one, the first forward shows it; until then optional inputs keep their defaults.
-    trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
-             (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace), or "auto": the
-             first, and with an example the second, where that makes more of the model integer. The report says why.
+    trace    "fx": torch.fx. A part that it cannot trace runs unchanged, with its layers quantized in place.
+             "export": torch.export. It needs `example`, and also quantizes matmul and add of such parts.
+             "auto": torch.fx, and torch.export if there is an example and more of the model becomes integer with it.
+             The report names the choice and the reason.
     passes   your own graph passes, run after the built-in ones.
-    check    example arguments; if given, every pass must keep the float output, and the guilty one is named.
+    check    example arguments. If given, every pass must keep the float output; an error names the pass that does not.
     """
 
     def __init__(

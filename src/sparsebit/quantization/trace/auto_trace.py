@@ -1,9 +1,9 @@
-"""trace="auto": torch.fx first; torch.export where it makes more of the model integer.
+"""trace="auto": torch.fx first, then torch.export if it makes more of the model integer.
 
-The second trace costs time, so it is only tried where torch.fx leaves islands whose multiplications are not all
-integers. Its graph is proved on the example by torch.export's front-end. It is taken if it still takes batches of any
-size, and if more multiplications become integer (quantized, for backends that are simulated). Where quantizers learn,
-torch.fx stays: the graph of torch.export has no dropout.
+The second trace costs time. So it is only tried if torch.fx leaves islands whose multiplications are not all integers.
+The front-end of torch.export compares its graph with the model on the example. The graph is taken if it still accepts
+batches of any size, and if more multiplications become integer (quantized, for backends that are simulated). If
+quantizers learn, torch.fx stays: the graph of torch.export has no dropout.
 """
 
 from __future__ import annotations
