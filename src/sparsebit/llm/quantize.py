@@ -71,7 +71,7 @@ def quantize(
     method      "gptq", "awq", "hqq", "rtn"; "smoothquant" rounds activations to 8 bits too; "sparsegpt" and "wanda"
                 prune. Options of the method (clip, act_order, damping, refine, ratio, pattern, ...) are passed as
                 keywords too.
-    bits bits of the codes. None: the usual number for the method, mostly 4.
+    bits        bits of the codes. None: the usual number for the method, mostly 4.
     group_size  how many inputs share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides the
                 inputs of a layer.
     symmetric   grids without zero points. None: without; that is as good at 2 bits, because scales may be negative.
@@ -89,10 +89,10 @@ def quantize(
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
     reader      the program that the checkpoint is for: "transformers", "vLLM" or "GPTQModel". The work does not begin
                 if that program would not run it.
-    force       begin all the same; `llm.load` runs everything that is written.
+    force       begin in spite of that; `llm.load` runs every checkpoint.
 
     One of 16 sequences of `batches`, the last ones, are not used for fitting. The whole model is measured on them at
-    the end: see `Report.measured`. An interrupted run goes on when it is called again with the same arguments, and
+    the end: see `Report.measured`. An interrupted run is resumed when it is called again with the same arguments, and
     ends in the same bytes.
     """
     started = time.monotonic()

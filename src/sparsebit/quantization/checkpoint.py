@@ -31,7 +31,7 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
 def load_checkpoint(build: Callable[[Path, str], Any], folder: Path) -> Any:
     """`build(config, front_end)` makes the new QuantModel that takes the saved state.
 
-    front_end the front-end that traced the saved model; empty in files of earlier versions.
+    front_end  the front-end that traced the saved model; empty in files of earlier versions.
     """
     from safetensors import safe_open
 

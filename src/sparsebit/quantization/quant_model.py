@@ -269,7 +269,7 @@ class QuantModel(nn.Module):
     ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y)).
 
-        checkpoint a folder: an interrupted learning of the rounding is resumed behind the last finished block.
+        checkpoint  a folder: an interrupted learning of the rounding is resumed behind the last finished block.
         """
         from sparsebit.graph.run.batches import feed
 
@@ -294,7 +294,7 @@ class QuantModel(nn.Module):
 
         asym        blocks see the outputs of the quantized ones before them, and compensate their errors.
         checkpoint  a folder: an interrupted run is resumed behind the last finished block.
-        offload the place where values wait: "device", "cpu" or "disk".
+        offload     the place where values wait: "device", "cpu" or "disk".
         Returns the squared error of each block before and after, as a share of its squared output.
         """
         from sparsebit.quantization.reconstruction.reconstruct import reconstruct_model

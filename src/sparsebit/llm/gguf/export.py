@@ -83,7 +83,7 @@ def export_gguf(
     tokenizer   a folder, or a tokenizer of transformers; None: that of the model's folder; False: none.
     outtype     of float matrices: auto (bfloat16 stays, else float16), f32, f16, bf16, q8_0, q4_0 or q4_1. Packed
                 layers keep their codes where a block of GGUF holds them.
-    name the name of the model in the file; None: the name of the folder.
+    name        the name of the model in the file; None: the name of the folder.
     pre         llama.cpp's name for the way the tokenizer cuts text, where it is not recognised.
     """
     gguf = package()

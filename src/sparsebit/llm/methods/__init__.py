@@ -29,7 +29,7 @@ Limit = tuple[
 ABOVE_ZERO: Limit = (lambda value: value > 0, "must be above 0")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "must be 0 or more")
 AT_LEAST_ONE: Limit = (lambda value: value >= 1, "must be 1 or more")
-SHARE: Limit = (lambda value: 0 <= value < 1, "the share of weights that goes, must be in [0, 1)")
+SHARE: Limit = (lambda value: 0 <= value < 1, "the share of weights to remove, must be in [0, 1)")
 N_OF_M: Limit = (
     lambda value: value is None or (len(value) == 2 and 0 < value[0] < value[1]),
     "must be (n, m) with 0 < n < m, such as (2, 4)",

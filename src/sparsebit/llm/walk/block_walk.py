@@ -46,7 +46,7 @@ def walk(
 ) -> Iterator[int]:
     """Yields each block's number when it is stored; tower after tower, in the order of running.
 
-    ends receives the outputs of the towers.
+    ends  receives the outputs of the towers.
     """
     if relay is None:
         for t, tower in enumerate(source.layout.towers):

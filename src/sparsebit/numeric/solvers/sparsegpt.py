@@ -34,7 +34,7 @@ def sparsegpt(
 ) -> tuple[Tensor, Tensor]:
     """(weight, mask) of a matrix (outputs, inputs): `ratio` of every block of columns is removed, or all but n of m.
 
-    period groups of m start again after so many columns; columns that do not fill a group are kept.
+    period  groups of m start again after so many columns; columns that do not fill a group are kept.
     """
     w = weight.double().clone()
     u = inverse_factor(hessian, damping)
