@@ -1,4 +1,4 @@
-"""Hooks over a graph, and a store that frees a node's output after its last reader: the original's tools for
+"""Legacy: hooks over a graph, and a store that frees a node's output after its last reader: the original's tools for
 scripts that walk a GraphModule themselves. Sparsebit's own calibration uses graph/run/lanes.py."""
 
 from __future__ import annotations
