@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,23 +54,27 @@ ELSEWHERE = (
 )
 
 
+@dataclass(frozen=True)
+class Written:
+    """A file, with the marks of the quantizers in it, and their places after lowering."""
+
+    file: Path
+    marks: Mapping[str, Mark]
+    lowered: Any
+    backend: str = "onnxruntime"
+
+
 def certify(
-    qmodel: Any,
-    file: Path,
-    calls: list[Call],
-    more: list[Call],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    backend: str = "onnxruntime",
-    targets: Sequence[Shape] = (),
+    qmodel: Any, written: Written, calls: list[Call], more: list[Call], targets: Sequence[Shape] = ()
 ) -> ExportReport:
-    """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
+    """Run a file and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
+    file = written.file
     certificate = Certificate(rounding=rounding_of(qmodel))
     certificate.see_targets(targets)
-    check_biases(qmodel, marks, lowered, certificate)
-    for args, kwargs in calls:
-        check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
-    is_for_onnxruntime = backend == "onnxruntime"
+    check_biases(qmodel, written, certificate)
+    for call in calls:
+        check_locally(qmodel, written, call, certificate)
+    is_for_onnxruntime = written.backend == "onnxruntime"
     integer, floating = runtime.kernels(file)
     certificate.rounds_inputs = bool(integer["MatMulNBits"])
     if is_for_onnxruntime:
@@ -79,7 +84,7 @@ def certify(
     plain = check_end_to_end(qmodel, file, [*calls, *more], certificate, is_for_onnxruntime)
     if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
         certificate.start = first_wrong_tensor(file, [*calls, *more])
-    described = {name: mark.describe() for name, mark in marks.items()}
+    described = {name: mark.describe() for name, mark in written.marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
     report.notes += certificate.remarks()
     if not is_for_onnxruntime:
@@ -103,49 +108,37 @@ def second_opinion(qmodel: Any, file: Path, calls: list[Call], report: ExportRep
             other.add(output_names(file), expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
 
 
-def check_locally(
-    qmodel: Any,
-    file: Path,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    certificate: Certificate,
-) -> None:
-    """(a): one forward of the model in which every quantizer hands on what the runtime had in its place."""
-    sites = lowered.by_name()
-    names = [value for found in sites.values() for s in found for value in (s.before, s.after) if value]
-    values = runtime.run_bare(file, names, args, kwargs)
-    replay = lambda certificate: replayed(qmodel, args, kwargs, marks, lowered, values, certificate)
-    answer = replay(certificate)
+def check_locally(qmodel: Any, written: Written, call: Call, certificate: Certificate) -> None:
+    """(a): one forward of the model in which every quantizer returns the value of the runtime in its place."""
+    names = []
+    for sites in written.lowered.by_name().values():
+        for site in sites:
+            names += [name for name in (site.before, site.after) if name]
+    values = runtime.run_bare(written.file, names, *call)
+    answer = replayed(qmodel, written, call, values, certificate)
 
     def rounded_otherwise() -> list[list[Array]]:
         found = []
         for seed in range(DRAWS):
             with OpsRoundOtherwise(seed):
-                found.append(runtime.torch_outputs(replay(Certificate())))
+                again = replayed(qmodel, written, call, values, Certificate())
+                found.append(runtime.torch_outputs(again))
         return found
 
-    found = {name: values[name] for name in output_names(file)}
+    found = {name: values[name] for name in output_names(written.file)}
     check_outputs(answer, found, certificate, rounded_otherwise)
 
 
 def replayed(
-    qmodel: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    values: Mapping[str, Array],
-    certificate: Certificate,
+    qmodel: Any, written: Written, call: Call, values: Mapping[str, Array], certificate: Certificate
 ) -> Any:
-    """What the model answers on the values of the runtime; the certificate learns how the quantizers compare."""
-    sites = lowered.by_name()
+    """The answer of the model on the values of the runtime; the certificate records how the quantizers compare."""
+    sites = written.lowered.by_name()
     calls: Counter[str] = Counter()
 
     def replay(quantizer: Quantizer, x: Tensor) -> Tensor:
         name = quantizer.name
-        mark = marks[quantizer.name]
+        mark = written.marks[quantizer.name]
         check = certificate.quantizers.setdefault(name, QuantizerCheck(name))
         if not calls[name] and name not in certificate.order:
             certificate.order.append(name)
@@ -165,7 +158,8 @@ def replayed(
             return stored.to(x)
         return check.compare(mark, quantizer.transform(x), values[site.before], values[site.after], site)
 
-    with exporting(qmodel, replay), with_bias(qmodel, lowered.bias):
+    args, kwargs = call
+    with exporting(qmodel, replay), with_bias(qmodel, written.lowered.bias):
         return qmodel.model(*args, **kwargs)
 
 
@@ -197,8 +191,10 @@ def check_outputs(
             check.compare_part(part, expected, array, certificate.rounding, others)
 
 
-def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certificate: Certificate) -> None:
+def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> None:
     """The biases of the file against the model's, before the model computes with them in (a)."""
+    marks = written.marks
+    lowered = written.lowered
     scales = [
         m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
     ]

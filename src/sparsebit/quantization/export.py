@@ -29,7 +29,7 @@ from sparsebit.numeric import QParams, fake_quantize
 from sparsebit.numeric.pair_sums import needs_rule
 from sparsebit.numeric.spec import channel_axis
 from sparsebit.quantization.analysis.tuning import Tuning, time_draft
-from sparsebit.quantization.certifying import certify, second_opinion
+from sparsebit.quantization.certifying import Written, certify, second_opinion
 from sparsebit.quantization.on_export import exporting, quant_oprs, used_quantizers
 from sparsebit.quantization.quantizers import Quantizer
 
@@ -95,7 +95,8 @@ def export_onnx(
             files.write(made.graph, file)
             more = calls_of(batches, signature, qmodel.device)
             targets = target_shapes([dummy, *batches], signature)
-            report = certify(qmodel, file, [call], more, made.marks, made.lowered, runtime.TYPE, targets)
+            written = Written(file, made.marks, made.lowered, runtime.TYPE)
+            report = certify(qmodel, written, [call], more, targets)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, file, [call, *more], report)
             report.backend = runtime.TYPE
@@ -210,7 +211,7 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     calls = some_calls_of(batches, signature, qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
     targets = target_shapes(batches, signature)
-    report = certify(qmodel, path, calls, [], marks, lowered, backend, targets)
+    report = certify(qmodel, Written(path, marks, lowered, backend), calls, [], targets)
     report.path = str(path)
     report.bytes = files.size_of(path)
     report.backend = backend

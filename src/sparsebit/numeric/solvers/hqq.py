@@ -64,20 +64,20 @@ def _fit(
             least = torch.where(better, cost, least)
             best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
             target = w - shrink(gap / scale, BETA * GROWTH**i, p) * scale
-            scale, zero = _least_squares(codes, target, scale, zero, real, spec, scale_dtype)
+            scale, zero = _least_squares(codes, target, (scale, zero), real, spec, scale_dtype)
     return best[0][..., 0], best[1][..., 0]
 
 
 def _least_squares(
     codes: Tensor,
     target: Tensor,
-    scale: Tensor,
-    zero: Tensor,
+    grid: tuple[Tensor, Tensor],
     real: Tensor,
     spec: QuantSpec,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The zero, then the scale, that bring fixed codes closest to the target."""
+    """The zero, then the scale, that bring fixed codes closest to the target; `grid` is the one before."""
+    scale, zero = grid
     if not spec.symmetric:
         shift = ((codes - target / scale) * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True)
         zero = shift.round().clamp(0, 2**spec.bits - 1)
