@@ -93,6 +93,22 @@ def test_the_readme_claims_the_python_of_the_package():
         assert f"Python {needed[1]}" in (ROOT / page).read_text(encoding="utf-8")
 
 
+def test_the_migrate_page_lists_every_legacy_file():
+    source = ROOT / "src" / "sparsebit"
+    page = (ROOT / "docs/howto/migrate.md").read_text(encoding="utf-8")
+    section = page.partition("## Legacy files")[2].partition("\n## ")[0]
+    listed = set()
+    for row in re.findall(r"^\| (`[^|]*\.py`) \|", section, re.MULTILINE):
+        first, *others = re.findall(r"`([^`]+)`", row)
+        folder = first.rpartition("/")[0]
+        listed |= {first, *(f"{folder}/{name}" for name in others)}
+    legacy = set()
+    for path in source.rglob("*.py"):
+        if path.read_text(encoding="utf-8").startswith('"""Legacy:'):
+            legacy.add(path.relative_to(source).as_posix())
+    assert listed == legacy
+
+
 # -- plug-ins and options ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("page", ["docs/concepts.md", "docs/zh/concepts.md"])
 def test_every_plug_in_is_explained(page, own_registries):

@@ -5,7 +5,6 @@ qmodel = sparsebit.quantize(model, batches)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 __version__ = "1.0.0"
@@ -56,14 +55,13 @@ _check_torch()
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import nn
-
     from sparsebit import llm
     from sparsebit.export.report import ExportReport
     from sparsebit.quantization import QuantModel, qat
     from sparsebit.quantization.analysis.preflight import Preflight
     from sparsebit.quantization.quant_config import QuantConfig
     from sparsebit.sparse import SparseModel
+    from sparsebit.sparse.prune import prune
 
 
 def quantize(
@@ -83,7 +81,7 @@ def quantize(
               without BACKEND changes that preset.
     trace     "fx", "export" or "auto": how the graph is found, see QuantModel.
     asym      calibrate each layer behind its quantized predecessors (slower, keeps the batches).
-    checkpoint  a folder: learned rounding that was interrupted goes on there, behind the last finished block.
+    checkpoint  a folder: an interrupted learning of the rounding is resumed there, behind the last finished block.
     progress  show a progress bar; None: only on a terminal.
     """
     from sparsebit.graph.run.batches import first_of
@@ -102,77 +100,14 @@ def quantize(
 
 
 def preflight(model: Any, example: Any, config: Any = None, *, trace: str = "auto") -> Preflight:
-    """What would happen to `model`, before anything long is started: quantized with what, float and why, islands,
-    MACs, the memory that calibration needs, what the backend runs in integers.
+    """The result of a quantization, before any long work: the quantizers of each op, the ops that stay float and the
+    reasons, islands, MACs, the memory of calibration, and the ops that the backend runs in integers.
 
     config and trace are those of `quantize`.
     """
     from sparsebit.quantization import QuantModel
 
     return QuantModel(model, config, example=example, trace=trace).preflight(example)
-
-
-def prune(
-    model: Any,
-    example: Any,
-    ratio: float | None = None,
-    *,
-    macs: float | None = None,
-    params: float | None = None,
-    latency: float | None = None,
-    sparser: str | None = None,
-    batches: Any = None,
-    loss: Any = None,
-    scope: str | None = None,
-    round_to: int | None = None,
-    heads: str | None = None,
-    merge: int | str | Sequence[str] = 0,
-    depth: int | Sequence[str] = 0,
-    config: Any = None,
-    progress: bool | None = None,
-) -> nn.Module:
-    """A smaller copy of `model`, checked on `example`: the channels that matter least are removed.
-
-    ratio     the share of channels that goes (0.5 if nothing is said), or
-    macs, params, latency   the share of multiplications, parameters, or time on this machine that stays.
-    sparser   what decides: l1norm (if nothing is said), l2norm, fpgm, lamp, slimming, random; with data: hrank,
-              wanda; with data and a loss: taylor, fisher.
-    batches   inputs, or (inputs, target), where inputs may be a dict of keyword arguments: for those, and to mend
-              with (layers are fitted to the whole model). loss(output, target): cross entropy if nothing is said.
-    scope     "layer" (the default): the same share of every layer; "global": of all together.
-    round_to  layers keep a multiple of this many channels; if nothing is said, of 8 where a layer has 16 or more, if
-              enough can go then. 1: any number.
-    heads     of attention: "whole" ones go (the default), or the same "dimension" of every head.
-    merge     residual blocks that first go into the one behind them, side by side: so many, those that `batches` show
-              to change least; "auto": every pair of at most 32 channels, too narrow for kernels once halved; or names.
-    depth     so many branches of residual additions are first replaced by the linear layer that comes closest: those
-              that `batches` show to matter least; or names.
-    config    a SparseConfig, YAML path or mapping; sparser, scope, round_to, heads and ratio go before what it says.
-    progress  show bars, for batches and for the search of a budget; None: only on a terminal.
-
-    It has the model's own class where its code has no sizes of its own, else it is a traced graph; `pruning_plan`
-    says what is left of each layer, and applies the same cut to a fresh model.
-    """
-    from sparsebit.sparse.prune import prune as cut
-
-    return cut(
-        model,
-        example,
-        ratio,
-        macs=macs,
-        params=params,
-        latency=latency,
-        sparser=sparser,
-        batches=batches,
-        loss=loss,
-        scope=scope,
-        round_to=round_to,
-        heads=heads,
-        merge=merge,
-        depth=depth,
-        config=config,
-        progress=progress,
-    )
 
 
 def verify(onnx_path: Any, model: Any, batches: Any) -> ExportReport:
@@ -197,6 +132,10 @@ def __getattr__(name: str) -> Any:
         from sparsebit.quantization.quant_config import QuantConfig
 
         return QuantConfig
+    if name == "prune":
+        from sparsebit.sparse.prune import prune
+
+        return prune
     if name == "SparseModel":
         from sparsebit.sparse import SparseModel
 

@@ -107,7 +107,7 @@ class Registry(MutableMapping[Any, T], Generic[T]):
         return f"Registry({self.what}: {', '.join(map(_show, self._items))})"
 
     def discover(self, package: str) -> None:
-        """Import every module of `package`; each registers what it defines."""
+        """Import every module of `package`; each registers its plug-ins."""
         paths = importlib.import_module(package).__path__
         for info in pkgutil.iter_modules(paths):
             if not info.name.startswith("_"):

@@ -196,7 +196,7 @@ DATA = {
     "small.npy": ["net.py:build does not run on inputs of shape (8, 8, 8)"],
     "lengths.npz": ["arrays of different lengths: 3, 4"],
     "data.pkl": ["pickles can run code, so they are refused"],
-    "data.xyz": ["what is this?", "file.py:loader"],
+    "data.xyz": ["data.xyz", "file.py:loader"],
     "text.txt": ["text needs a tokenizer", "hf:DIR"],
     "empty": ["empty: no images in it"],
     "images": ["images/broken.png: is no image that can be read"],
@@ -244,7 +244,7 @@ INPUTS = {
     "--input-shape 2,4,8,8": ["--input-shape 2,4,8,8: net.py:build does not run", "(2, 4, 8, 8)"],
     "--data x.npy --input-shape 1,3,16,16": ["x.npy: its samples have the shape 3x8x8", "says 3x16x16"],
     "--data images": ["images of which size?", "--input-shape"],
-    "--data images --input-shape 1,4,8,8": ["images: an image has 1 or 3 channels, --input-shape says 4"],
+    "--data images --input-shape 1,4,8,8": ["images: an image has 1 or 3 channels, --input-shape asks for 4"],
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import sparsebit
 from sparsebit.errors import CalibrationError, ConfigError, SparsebitError
-from sparsebit.sparse import SparseModel
+from sparsebit.sparse import SparseModel, prune_blocks
 
 
 class Net(nn.Module):
@@ -43,6 +43,12 @@ WITH_NAN = X.clone().index_fill_(0, torch.tensor([1]), float("nan"))
 
 
 # -- the model and the example -----------------------------------------------------------------------------
+def pruned(*args, **options):
+    """Whole blocks with prune_blocks(), anything else with prune()."""
+    function = prune_blocks if {"merge", "depth"} & options.keys() else sparsebit.prune
+    return function(*args, **options)
+
+
 @pytest.mark.parametrize("options", [{}, {"scope": "global"}, {"sparser": "wanda"}, {"depth": 1}])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_is_named(net, value, options):
@@ -50,7 +56,7 @@ def test_a_weight_that_is_not_finite_is_named(net, value, options):
     with pytest.raises(
         SparsebitError, match=r"blocks\.1\.0\.weight: 9 of 576 values are NaN or infinite; take"
     ):
-        sparsebit.prune(net, X, 0.5, batches=[X], **options)
+        pruned(net, X, 0.5, batches=[X], **options)
 
 
 def test_infinities_that_are_meant():
@@ -100,7 +106,7 @@ WRONG = {
 def test_a_batch_that_does_not_fit_is_named(net, wrong, options):
     batch, message = WRONG[wrong]
     with pytest.raises(CalibrationError, match=message) as caught:
-        sparsebit.prune(net, X, 0.5, batches=[X, batch], **options)
+        pruned(net, X, 0.5, batches=[X, batch], **options)
     assert isinstance(caught.value.__cause__, RuntimeError) == (wrong == "another shape")
 
 

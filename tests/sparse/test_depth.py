@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import numpy as np
@@ -16,6 +17,7 @@ from sparsebit.sparse.choose.costs import macs, parameters
 from sparsebit.sparse.depth.shorten_branches import find_branches, shorten
 from sparsebit.sparse.labels.walk import walk_of
 from sparsebit.sparse.plan import Plan
+from sparsebit.sparse.prune import prune_blocks
 
 
 class Block(nn.Module):
@@ -166,19 +168,19 @@ def test_weights_load_into_the_same_cut_of_a_fresh_model(net):
 
 def test_a_budget_is_a_share_of_the_whole_model(net):
     model, x = net
-    small = sparsebit.prune(model, x, macs=0.4, depth=2, batches=[x, x + 1], progress=False)
+    small = prune_blocks(model, x, macs=0.4, depth=2, batches=[x, x + 1], progress=False)
     count = macs(walk_of(model, x))
     assert 0.3 * count(model) < count(small) <= 0.4 * count(model)
     names = small.pruning_plan.shortened
     assert len(names) == 2 and f"{names[0]}: a linear layer stands in for it" in str(small.pruning_plan)
-    again = sparsebit.prune(model, x, macs=0.4, depth=names, batches=[x, x + 1], progress=False)
+    again = prune_blocks(model, x, macs=0.4, depth=names, batches=[x, x + 1], progress=False)
     for a, b in zip(again(x), small(x)):
         torch.testing.assert_close(a, b)
 
 
 def test_the_plan_of_a_shallower_model_applies_to_a_fresh_one(net, tmp_path):
     model, x = net
-    small = sparsebit.prune(model, x, 0.5, merge=1, depth=1, batches=[x, x + 1], progress=False)
+    small = prune_blocks(model, x, 0.5, merge=1, depth=1, batches=[x, x + 1], progress=False)
     small.pruning_plan.save(tmp_path / "plan.json")
     torch.manual_seed(1)
     fresh = Plan.load(tmp_path / "plan.json").apply(randomise(Net()).eval())
@@ -186,6 +188,22 @@ def test_the_plan_of_a_shallower_model_applies_to_a_fresh_one(net, tmp_path):
     for a, b in zip(fresh(x), small(x)):
         assert torch.equal(a, b)
     assert fresh.pruning_plan == small.pruning_plan
+
+
+def test_prune_still_takes_merge_and_depth_and_warns(net):
+    model, x = net
+    with pytest.warns(DeprecationWarning, match=r"depth moved to sparsebit\.sparse\.prune_blocks"):
+        old = sparsebit.prune(model, x, 0.5, depth=["blocks.3"], batches=[x], progress=False)
+    new = prune_blocks(model, x, 0.5, depth=["blocks.3"], batches=[x], progress=False)
+    assert old.pruning_plan == new.pruning_plan and new.pruning_plan.shortened == ["blocks.3"]
+    assert not {"merge", "depth"} & inspect.signature(sparsebit.prune).parameters.keys()
+
+
+@pytest.mark.parametrize("function", [sparsebit.prune, prune_blocks])
+def test_an_unknown_option_is_refused(net, function):
+    model, x = net
+    with pytest.raises(TypeError, match="unexpected keyword argument 'marcs'"):
+        function(model, x, marcs=0.5)
 
 
 def test_the_branch_that_matters_least_goes(net):
@@ -198,7 +216,7 @@ def test_the_branch_that_matters_least_goes(net):
 
 def test_enough_gone_already(net):
     model, x = net
-    small = sparsebit.prune(model, x, macs=0.95, depth=2, batches=[x], progress=False)
+    small = prune_blocks(model, x, macs=0.95, depth=2, batches=[x], progress=False)
     want = shorten(model, x, 2, [x])
     assert parameters(small) == parameters(want)
 

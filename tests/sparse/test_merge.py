@@ -21,6 +21,7 @@ from sparsebit.sparse.depth import merge_blocks
 from sparsebit.sparse.depth.merge_blocks import _side_by_side, find_pairs
 from sparsebit.sparse.labels.walk import walk_of
 from sparsebit.sparse.mend.least_squares import DAMPING
+from sparsebit.sparse.prune import prune_blocks
 from sparsebit.sparse.trace.front_end import call_of, traced
 
 
@@ -183,10 +184,10 @@ def test_auto_merges_every_pair_of_narrow_blocks_once():
     *first, last = merged
     assert last == "7" and len(first) == 2 and set(first) < {"1", "2", "3", "4"}
     assert abs(int(first[0]) - int(first[1])) >= 2  # two pairs of the five, never three blocks in one
-    small = sparsebit.prune(model, x, 0.5, merge="auto", batches=[x], progress=False)
+    small = prune_blocks(model, x, 0.5, merge="auto", batches=[x], progress=False)
     assert small.pruning_plan.merged == merged
     wide = nn.Sequential(nn.Conv2d(3, 48, 1), Block(48, 48), Block(48, 48)).eval()
-    wide = sparsebit.prune(wide, x, 0.5, merge="auto", batches=[x], progress=False)
+    wide = prune_blocks(wide, x, 0.5, merge="auto", batches=[x], progress=False)
     assert (
         wide.pruning_plan.merged == [] and type(wide) is nn.Sequential
     )  # nothing was done: the user's class

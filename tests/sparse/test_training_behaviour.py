@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsebit
-from sparsebit.sparse import Plan, SparseModel
+from sparsebit.sparse import Plan, SparseModel, prune_blocks
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -112,7 +112,7 @@ class Deep(Aux):
 @pytest.mark.parametrize("way", [{"merge": 1}, {"depth": 1}])
 def test_the_head_is_told_of_after_blocks_went_too(way, caplog):
     with caplog.at_level(logging.WARNING, "sparsebit"):
-        small = sparsebit.prune(Deep().eval(), X, 0.5, batches=[X] * 4, progress=False, **way)
+        small = prune_blocks(Deep().eval(), X, 0.5, batches=[X] * 4, progress=False, **way)
     assert "without aux.0, aux.2" in caplog.text and "nothing of aux.0" in str(small.pruning_plan)
 
 

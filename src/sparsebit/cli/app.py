@@ -128,7 +128,7 @@ def run(argv: Sequence[str] | None) -> int:
     except Interrupted as error:
         say(f"\n{error}")
         return 130
-    except Exception as error:
+    except Exception as error:  # the outermost door of the command line: every error becomes one line
         if hasattr(error, "format_message"):  # what the parser refuses; older typers have click's own classes
             if not str(error.format_message()).strip():  # no arguments at all: the help was shown
                 return 0
@@ -159,13 +159,15 @@ def _text_of(error: BaseException) -> str:
 
 
 def _command(argv: list[str]) -> str:
-    return f"{argv[0]} " if argv and not argv[0].startswith("-") else ""
+    if argv and not argv[0].startswith("-"):
+        return f"{argv[0]} "
+    return ""
 
 
 class _ToStderr(logging.Handler):
-    """Whatever stderr is when something is said: a status line puts another stream there.
+    """Writes to the current stderr: a status line puts another stream there.
 
-    A record with `at_end` is about the result: it comes below it, in red on terminals.
+    A record with `at_end` is about the result: it is printed below the result, in red on terminals.
     """
 
     def __init__(self) -> None:

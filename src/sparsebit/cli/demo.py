@@ -147,7 +147,10 @@ class Line:
     calibration: float | None = None  # its time, as a multiple of a float forward over the same images
 
     def cells(self) -> list[str]:
-        took = "" if self.calibration is None else f"{self.calibration:.2f} x"
+        if self.calibration is None:
+            took = ""
+        else:
+            took = f"{self.calibration:.2f} x"
         return [self.bits, self.observer, f"{self.accuracy:.2f}", f"{self.bytes / 1000:.1f}", took]
 
 
@@ -179,7 +182,7 @@ next: your own model. net.py holds a function build() that returns it, images is
 
 
 def run(quiet: bool = False) -> dict[str, Any]:
-    """The demo; returns what it shows."""
+    """Run the demo; returns its text."""
     console = Console(quiet=quiet)
     torch.manual_seed(0)
     x, y, x_test, y_test = digits()

@@ -53,9 +53,17 @@ class Row:
 
     def parameter(self) -> inspect.Parameter:
         """As typer reads it; None stands for an option that is not given."""
-        plain = self.kind if self.kind in (int, float, str, bool) else str
-        text = f"{self.help} ({self.methods})" if self.methods else self.help
-        panel = "Options of the methods" if self.methods else "Options of the quantization"
+        if self.kind in (int, float, str, bool):
+            plain = self.kind
+        else:
+            plain = str
+        if self.methods:
+            text = f"{self.help} ({self.methods})"
+        else:
+            text = self.help
+        panel = "Options of the quantization"
+        if self.methods:
+            panel = "Options of the methods"
         option = typer.Option(
             *self._flags(), help=text, metavar=self.metavar, show_default=False, rich_help_panel=panel
         )
@@ -77,7 +85,10 @@ class Row:
 
     def _flags(self) -> tuple[str, ...]:
         name = self.name.replace("_", "-")
-        usual = f"--{name}/--no-{name}" if self.kind is bool else f"--{name}"
+        if self.kind is bool:
+            usual = f"--{name}/--no-{name}"
+        else:
+            usual = f"--{name}"
         return self.flags or (usual,)
 
 
@@ -114,7 +125,9 @@ TABLE = (
     Row("true_sequential", bool, "a layer sees what the quantized layers before it give"),
     Row("match_float", bool, "aim at the float model's outputs; twice the forward passes"),
     Row("rotate", bool, "turn the residual stream first, so that outliers are spread"),
-    Row("towers", _list, "which lists of blocks: encoder,decoder or vision_tower, or all", metavar="NAME,NAME"),
+    Row(
+        "towers", _list, "which lists of blocks: encoder,decoder or vision_tower, or all", metavar="NAME,NAME"
+    ),
     Row("blocks", str, "the only list of blocks, where it is not found", metavar="PATH.OF.IT"),
     Row("spill", _place, "keep activations in files there; `tmp`: the system's folder", metavar="DIR"),
     Row("reader", str, "the program that must run it: transformers (the usual one), vLLM or GPTQModel"),
@@ -128,10 +141,15 @@ TABLE = (
     Row("points", int, "scales that are tried for each group of layers: 20", "awq"),
     Row("p", float, "the norm whose error is made small: 0.7", "hqq"),
     Row("rounds", int, "of the search for zero points: 20", "hqq"),
-    Row("alpha", float, "from 0 (ranges stay in the activations) to 1 (all in the weights): 0.5", "smoothquant"),
+    Row(
+        "alpha",
+        float,
+        "from 0 (ranges stay in the activations) to 1 (all in the weights): 0.5",
+        "smoothquant",
+    ),
     Row("ratio", float, "the share of zeros: 0.5", "sparsegpt, wanda"),
     Row("pattern", _pattern, "zeros in runs of inputs, such as 2 of 4", "sparsegpt, wanda", metavar="2:4"),
-)  # fmt: skip
+)
 
 
 def with_table(function: Callable[..., None]) -> Callable[..., None]:
@@ -146,7 +164,7 @@ def with_table(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, as keywords of `llm.quantize`."""
+    """The given options, as keywords of `llm.quantize`."""
     return dict(_said(given))
 
 

@@ -14,7 +14,8 @@ from torch import fx
 
 from sparsebit.graph.ops import module_of
 
-MAX_EDGES, MAX_TEXT = 500, 50_000
+MAX_EDGES = 500
+MAX_TEXT = 50_000
 MAX_LINES = 12  # of one box; a longer box only counts its ops by kind
 STYLES = ("classDef io fill:#cafe02", "classDef quantized fill:#d5f0e3,stroke:#2e8b57")
 _ESCAPES = str.maketrans(

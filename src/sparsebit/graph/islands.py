@@ -57,8 +57,11 @@ def warn_of(islands: Mapping[str, Island]) -> None:
         shown = line if len(line) <= 100 else f"{line[:100]} ..."
         log.warning(
             "not traced, runs its own code: %s%s: %s%s",
-            ", ".join(paths[:2]), more, error, f" ({shown})" if shown else "",
-        )  # fmt: skip
+            ", ".join(paths[:2]),
+            more,
+            error,
+            f" ({shown})" if shown else "",
+        )
 
 
 class Whole(nn.Module):

@@ -42,6 +42,13 @@ def module_of(node: fx.Node, gm: nn.Module) -> nn.Module:
     return gm.get_submodule(str(node.target))
 
 
+def called_module(node: fx.Node, gm: nn.Module) -> nn.Module | None:
+    """The module that a node calls, or None if the node calls a function or a method, or is an input."""
+    if node.op != "call_module":
+        return None
+    return gm.get_submodule(str(node.target))
+
+
 def op_of(node: fx.Node, gm: fx.GraphModule) -> Any:
     """The op of a node: a module class, a function, an unbound Tensor method, or else `node.op`.
 

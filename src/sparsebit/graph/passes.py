@@ -23,7 +23,9 @@ from sparsebit.graph.run.modes import evaluating
 
 log = logging.getLogger("sparsebit")
 
-RTOL, ATOL = 1e-4, 1e-5  # float32 sums in another order, and nothing more
+# float32 sums in another order, and nothing more
+RTOL = 1e-4
+ATOL = 1e-5
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def _naming(name: str) -> Iterator[None]:
     """Inside, errors name the pass. They keep their type where Python can add notes (3.11)."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again, with the name of the pass
         if hasattr(error, "add_note"):
             error.add_note(f"in graph pass {name!r}")
             raise

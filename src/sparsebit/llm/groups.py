@@ -34,7 +34,10 @@ def group_sizes(
     force        take a size that does not fit: `llm.load` runs short groups, other programs do not.
     """
     if asked is not None:
-        fit = inputs if force else [name for name in inputs if asked < 1 or inputs[name] % asked == 0]
+        if force:
+            fit = inputs
+        else:
+            fit = [name for name in inputs if asked < 1 or inputs[name] % asked == 0]
         if weights is None or sum(weights[name] for name in fit) < (1 - LEFT_OUT) * sum(weights.values()):
             check_fit({name: inputs[name] for name in inputs if not force}, asked)
         return dict.fromkeys(fit, asked)
@@ -64,7 +67,7 @@ def largest_fit(widths: Iterable[int]) -> int:
 
 
 def check_fit(inputs: Mapping[str, int], size: int) -> None:
-    """Refuses a size that leaves a short group in some layer, and says which sizes leave none."""
+    """Refuses a size that leaves a short group in some layer, and names the sizes that leave none."""
     if size == ROWS:
         return
     if size < 1:

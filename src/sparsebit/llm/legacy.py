@@ -28,13 +28,13 @@ from sparsebit.utils.files import whole_file
 
 KEYS = ("model", "hyper_parameters", "layers_bit")
 WIDTHS = (2, 3, 4)
-DERIVED = ".rotary_emb.inv_freq"  # transformers 4.28 stored this table; the config says what is in it
+DERIVED = ".rotary_emb.inv_freq"  # transformers 4.28 stored this table, which follows from the config
 
 
 def load_legacy(path: str | Path, folder: str | Path, dtype: torch.dtype | None = None) -> Any:
     """The model of transformers in the file `path`; `folder` holds the config.json of its float model.
 
-    dtype   of everything that is not packed; None: as the config says.
+    dtype   of everything that is not packed; None: the dtype in the config.
     """
     return from_legacy(read_legacy(path), skeleton(Path(folder), dtype))
 
@@ -86,14 +86,21 @@ def from_legacy(checkpoint: dict[str, Any], model: nn.Module) -> nn.Module:
     tie_weights(model)
     state = {key: tensor for key, tensor in checkpoint["model"].items() if not key.endswith(DERIVED)}
     settings = checkpoint["hyper_parameters"]
-    size = settings["groupsize"] if isinstance(settings, dict) else settings.groupsize
+    if isinstance(settings, dict):
+        size = settings["groupsize"]
+    else:
+        size = settings.groupsize
     if not all(_is_linear(model, name) for name in checkpoint["layers_bit"]):
         names = Names(model)
         unfold(model, lambda stack, shape: names.parts[stack])
     for name, bits in checkpoint["layers_bit"].items():
         _swap(model, name, state, bits, None if size == -1 else size)
-    packed = {f"{name}.{key}" for name, m in model.named_modules() if isinstance(m, QuantLinear)
-              for key in m.state_dict()}  # fmt: skip
+    packed = {
+        f"{name}.{key}"
+        for name, m in model.named_modules()
+        if isinstance(m, QuantLinear)
+        for key in m.state_dict()
+    }
     lost = [key for key in model.state_dict() if key not in packed and key not in state]
     if lost:
         raise ConfigError(f"checkpoint: has no {lost[0]!r}, which the model has; pass the right model")
@@ -116,7 +123,10 @@ def _swap(model: nn.Module, name: str, state: dict[str, Tensor], bits: int, grou
             f"checkpoint: {name} has {outputs} outputs, in the model {old.out_features}; pass the right model"
         )
     q = decode(parts, bits, old.in_features, group)
-    bias = None if old.bias is None and not bool(parts["bias"].any()) else parts["bias"]
+    if old.bias is None and not bool(parts["bias"].any()):
+        bias = None
+    else:
+        bias = parts["bias"]
     setattr(owner, leaf, QuantLinear(q, bias, old.weight.dtype))
 
 
@@ -165,7 +175,8 @@ def encode(q: QuantizedWeight, bias: Tensor | None = None, pack8: bool = False) 
 
 
 def decode(tensors: dict[str, Tensor], bits: int, inputs: int, group: int | None) -> QuantizedWeight:
-    words, scales = tensors["qweight"], tensors["scales"].float()
+    words = tensors["qweight"]
+    scales = tensors["scales"].float()
     if words.dtype == torch.int8:
         words = to_words(words)
     needed = words_of(inputs, bits)

@@ -56,7 +56,10 @@ def dequantized(q: QuantizedWeight, name: str) -> tuple[list[Any], list[Any]]:
             f"{name}: ONNX has blocks of 4 or 8 bits and full groups in order; this layer has {q.bits} bits, "
             f"group {q.group} of {q.shape[1]} inputs{', a g_idx' if q.g_idx is not None else ''}"
         )
-    kind = onnx.TensorProto.UINT4 if q.bits == 4 else onnx.TensorProto.UINT8
+    if q.bits == 4:
+        kind = onnx.TensorProto.UINT4
+    else:
+        kind = onnx.TensorProto.UINT8
     names = [f"{name}_codes", f"{name}_scales", f"{name}_zeros"]
     scales = onnx.numpy_helper.from_array(q.scales.float().T.contiguous().cpu().numpy(), names[1])
     tensors = [_integers(onnx, names[0], kind, q.codes.T), scales, _integers(onnx, names[2], kind, q.zeros.T)]
@@ -84,12 +87,15 @@ def to_onnx(model: nn.Module, tokens: Tensor, path: str | Path, **options: Any) 
 
 
 class _Plain(nn.Module):
-    """x @ W with W (inputs, outputs): exported as MatMul with a constant that can be told by its bytes."""
+    """x @ W with W (inputs, outputs): exported as MatMul with a constant that is recognised by its bytes."""
 
     def __init__(self, layer: QuantLinear) -> None:
         super().__init__()
         self.matrix = nn.Parameter(layer.quantized().dequantize().T.contiguous(), requires_grad=False)
-        self.bias = None if layer.bias is None else nn.Parameter(layer.bias.float(), requires_grad=False)
+        if layer.bias is None:
+            self.bias = None
+        else:
+            self.bias = nn.Parameter(layer.bias.float(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out = x @ self.matrix
@@ -101,7 +107,8 @@ def _marked(model: nn.Module) -> tuple[nn.Module, dict[bytes, tuple[str, Quantiz
     layers = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
     if not layers:
         raise ExportError("model: has no QuantLinear; load a quantized checkpoint with llm.load")
-    plain, marks = copy.deepcopy(model).float().eval(), {}
+    plain = copy.deepcopy(model).float().eval()
+    marks = {}
     for name, layer in layers.items():
         product = _Plain(layer)
         marks[_mark(product.matrix.detach().numpy())] = name, layer.quantized()
@@ -111,7 +118,9 @@ def _marked(model: nn.Module) -> tuple[nn.Module, dict[bytes, tuple[str, Quantiz
 
 
 def _replace(onnx: Any, graph: Any, marks: dict[bytes, tuple[str, QuantizedWeight]]) -> None:
-    nodes, tensors, done = [], [], set()
+    nodes = []
+    tensors = []
+    done = set()
     kept = []
     for tensor in graph.initializer:
         if len(tensor.dims) == 2 and tensor.data_type == onnx.TensorProto.FLOAT:

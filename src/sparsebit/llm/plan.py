@@ -1,4 +1,4 @@
-"""What is going to be written, known before the work: the layout, the group sizes, config.json, names and shapes."""
+"""The plan of the output, made before the work: the layout, the group sizes, config.json, names and shapes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from sparsebit.numeric.spec import QuantSpec
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """One of its own classes; nobody but its author can build another one from a folder."""
+    """A class that is not from transformers: only its author's code can build such a model from a folder."""
     return type(model).__module__.split(".")[0] == "transformers" and hasattr(model, "config")
 
 
 def matrices(source: InMemory) -> dict[str, tuple[int, int, bool]]:
     """Outputs and inputs of every layer that is quantized, and whether it is an expert of a stack."""
-    names, found = source.names, {}
+    names = source.names
+    found = {}
     for stack, parts in names.parts.items():
         owner = stack.rpartition(".")[0]
         for part in parts:
@@ -48,7 +49,8 @@ def left_float(source: InMemory, specs: Mapping[str, QuantSpec]) -> dict[str, in
 
 
 def format_for(source: InMemory, name: str) -> Format:
-    """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have one of their own."""
+    """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have a separate
+    layout."""
     layers = [
         source.model.get_submodule(n) for n in source.layout.names() if n not in source.names.layer_files
     ]
@@ -59,7 +61,7 @@ def format_for(source: InMemory, name: str) -> Format:
 
 @dataclass(frozen=True)
 class Grids:
-    """What was asked for."""
+    """The settings of the user."""
 
     bits: int
     group_size: int | None
@@ -76,7 +78,7 @@ def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str
     """
     own = not is_transformers(source.model)
     about = matrices(source)
-    if not (own or grids.force or layout.plain):  # nobody finds experts that have no names in checkpoints
+    if not (own or grids.force or layout.plain):  # no reader finds experts that have no names in checkpoints
         about = {name: a for name, a in about.items() if name not in source.names.unnamed}
     inputs = {name: width for name, (_, width, _) in about.items()}
     weights = {name: outputs * width for name, (outputs, width, _) in about.items()}
@@ -97,8 +99,10 @@ def choices(source: InMemory, layout: Format, grids: Grids) -> Iterator[dict[str
 
 def plan_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> Plan:
     """The checkpoint that is going to be written, with these grids."""
-    layout, scales = job.format, job.scale_dtype
-    names, about = source.names, matrices(source)
+    layout = job.format
+    scales = job.scale_dtype
+    names = source.names
+    about = matrices(source)
     state = dict(names.state)
     tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, spec in specs.items() if not layout.plain else ():
@@ -119,7 +123,8 @@ def plan_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> Plan:
 
 def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dict[str, Any]:
     """config.json."""
-    model, layout = source.model, source.layout
+    model = source.model
+    layout = source.layout
     ignored = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in specs]
     own: Any = getattr(model, "config", None)
     config: dict[str, Any] = own.to_dict() if hasattr(own, "to_dict") else {}
@@ -141,7 +146,9 @@ def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dic
 def _class_name(model: nn.Module, named: list[str]) -> str:
     """As the source spells it, where only the spelling differs."""
     own = type(model).__name__
-    return named[0] if named and named[0].lower() == own.lower() else own
+    if named and named[0].lower() == own.lower():
+        return named[0]
+    return own
 
 
 def reorders(job: Job) -> bool:

@@ -71,7 +71,7 @@ def quantize(
     method      "gptq", "awq", "hqq", "rtn"; "smoothquant" rounds activations to 8 bits too; "sparsegpt" and "wanda"
                 prune. Options of the method (clip, act_order, damping, refine, ratio, pattern, ...) are passed as
                 keywords too.
-    bits        bits of the codes. None: what is usual for the method, mostly 4.
+    bits        bits of the codes. None: the usual number for the method, mostly 4.
     group_size  how many inputs share a scale; -1: whole rows. None: the largest of 128, 64 and 32 that divides the
                 inputs of a layer.
     symmetric   grids without zero points. None: without; that is as good at 2 bits, because scales may be negative.
@@ -89,10 +89,10 @@ def quantize(
     spill       keep activations on disk meanwhile: in this folder, or for True in the system's temporary one.
     reader      the program that the checkpoint is for: "transformers", "vLLM" or "GPTQModel". The work does not begin
                 if that program would not run it.
-    force       begin all the same; `llm.load` runs everything that is written.
+    force       begin in spite of that; `llm.load` runs every checkpoint.
 
     One of 16 sequences of `batches`, the last ones, are not used for fitting. The whole model is measured on them at
-    the end: see `Report.measured`. An interrupted run goes on when it is called again with the same arguments, and
+    the end: see `Report.measured`. An interrupted run is resumed when it is called again with the same arguments, and
     ends in the same bytes.
     """
     started = time.monotonic()
@@ -155,7 +155,7 @@ def _check_widths(bits: int | None, candidates: tuple[int, ...] | None, average:
             raise ConfigError(f"bits: must be among {', '.join(map(str, WIDTHS))}, got {width}")
     if (candidates is None) != (average is None):
         raise ConfigError(
-            "candidate_bits and average_bits go together: the widths to choose from, and their mean"
+            "candidate_bits and average_bits need each other: the widths to choose from, and their mean"
         )
     if candidates and average is not None and not min(candidates) <= average <= max(candidates):
         choices = ", ".join(map(str, candidates))
@@ -225,7 +225,7 @@ def _warn_left(left: dict[str, int], certificate: Certificate) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run: what is quantized, how, and where files are kept."""
+    """One run: its layers, its method, and its files."""
 
     source: InMemory
     data: Data | None
@@ -275,7 +275,9 @@ class _Run:
         if "chosen_bits" not in store.state:
             widths = tuple(self.asked["candidate_bits"])
             steps = _Steps(sensitivities(self.source, relay, self.job, widths), len(self.job.specs))
-            names, sizes, errors = [], [], []
+            names = []
+            sizes = []
+            errors = []
             for name, size, error in tracked(steps, self.progress, "measuring"):
                 names.append(name)
                 sizes.append(size)

@@ -11,7 +11,9 @@ from sparsebit.llm.checks.quality import Quality, advice
 from sparsebit.llm.models.blocks import Layout
 from sparsebit.llm.readers import Row
 
-SHOWN, MUCH = 0.01, 0.1  # shares of the weights in the blocks that stay float: shown, and warned of
+# shares of the weights in the blocks that stay float
+SHOWN = 0.01  # the report shows it
+MUCH = 0.1  # the report warns
 
 
 def share_of(left: Mapping[str, int], quantized: int) -> float:
@@ -40,7 +42,7 @@ class Report:
     measured: Quality | None = (
         None  # of the whole model; None without data, or where it gives no scores of tokens
     )
-    run: dict[str, Any] = field(default_factory=dict, repr=False)  # what was asked for
+    run: dict[str, Any] = field(default_factory=dict, repr=False)  # the settings of the user
 
     @property
     def average_bits(self) -> float:
@@ -55,7 +57,9 @@ class Report:
     @property
     def sparsity(self) -> float | None:
         """The share of zeros that pruning made; None where weights were quantized."""
-        return self._mean("sparsity") if any("sparsity" in a for a in self.layers.values()) else None
+        if any("sparsity" in a for a in self.layers.values()):
+            return self._mean("sparsity")
+        return None
 
     @property
     def left_share(self) -> float:
@@ -87,7 +91,9 @@ class Report:
         ]
         for name in self.worst():
             about = self.layers[name]
-            kind = f"at {about['bits']} bits" if self.sparsity is None else "by zeros"
+            kind = "by zeros"
+            if self.sparsity is None:
+                kind = f"at {about['bits']} bits"
             lines.append(f"  {about['error']:.2%} of the output changed {kind}: {name}")
         lines += [f"  {name}: {a['note']}" for name, a in self.layers.items() if "note" in a]
         if self.left_share > SHOWN:

@@ -34,7 +34,8 @@ def fake_quantize(
     if spec.group is not None:
         rows = in_groups(x, spec.group)
         return fake_quantize(rows, qparams, spec.ungrouped, inplace, grad_scale).reshape(x.shape)
-    scale, zero_point = qparams.scale, qparams.zero_point
+    scale = qparams.scale
+    zero_point = qparams.zero_point
     wants_grad = torch.is_grad_enabled() and (
         x.requires_grad or scale.requires_grad or zero_point.requires_grad
     )
@@ -64,7 +65,10 @@ def dequantize(codes: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
 
 def _aligned(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
     """Scale and zero point shaped to broadcast against x; float64 only for float64 data."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.dtype == torch.float64:
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     return (
         broadcast(scale.to(dtype), x.dim(), axis),
         broadcast(zero_point.to(dtype), x.dim(), axis),
@@ -101,7 +105,8 @@ def _per_tensor_cpu(x: Tensor, s: float, lo: int, hi: int, inplace: bool) -> Ten
     n = x.numel()
     if n <= CHUNK or not _dense(x):
         return torch.div(x, s, out=out).round_().clamp_(lo, hi).mul_(s)
-    flat, flat_out = x.as_strided((n,), (1,)), out.as_strided((n,), (1,))
+    flat = x.as_strided((n,), (1,))
+    flat_out = out.as_strided((n,), (1,))
     for start in range(0, n, CHUNK):
         piece = flat_out[start : start + CHUNK]
         torch.div(flat[start : start + CHUNK], s, out=piece).round_().clamp_(lo, hi).mul_(s)
@@ -154,7 +159,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x, and per channel: that of the scale, and the sum of `g` where x is outside the grid."""
     if not torch.compiler.is_compiling():
-        library = kernels.library_for(x) if g.dtype == x.dtype else None
+        library = None
+        if g.dtype == x.dtype:
+            library = kernels.library_for(x)
         if library is not None:
             return kernels.backward(
                 library, kernels.dense(x), g, *_bounds(scale, zero_point, qmin, qmax), axis
@@ -164,7 +171,8 @@ def _backward(
             if pieces is not None:
                 return _backward_in_pieces(x, g.contiguous(), *_bounds(scale, zero_point, qmin, qmax), pieces)
     s, z_t = _aligned(x, scale, zero_point, axis)
-    g, z_t = g.to(s.dtype), z_t.round()
+    g = g.to(s.dtype)
+    z_t = z_t.round()
     v = x.to(s.dtype) / s
     r = v.round()
     clipped = r.clamp(qmin - z_t, qmax - z_t)
@@ -178,8 +186,12 @@ def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
     """`x` as (outer, channels, inner) if that can be cut into pieces of a good size."""
     if axis is None:
         return 1, 1, x.numel()
-    outer, channels, inner = math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :])
-    return (outer, channels, inner) if channels * inner >= PIECE // 16 else None
+    outer = math.prod(x.shape[:axis])
+    channels = x.shape[axis]
+    inner = math.prod(x.shape[axis + 1 :])
+    if channels * inner >= PIECE // 16:
+        return (outer, channels, inner)
+    return None
 
 
 def _backward_in_pieces(
@@ -216,4 +228,6 @@ def _reduce(grad: Tensor, axis: int | None) -> Tensor:
     axis = channel_axis(grad.dim(), axis)
     if axis is None:
         return grad.sum()
-    return grad.sum([d for d in range(grad.dim()) if d != axis]) if grad.dim() > 1 else grad
+    if grad.dim() > 1:
+        return grad.sum([d for d in range(grad.dim()) if d != axis])
+    return grad

@@ -63,13 +63,18 @@ class Bins:
 
 
 class Histogram:
-    """Counts per channel. Up to `exact` values per channel are kept as they are; then they are counted."""
+    """Counts per channel. Up to `exact` values per channel are kept; then they are counted."""
 
     def __init__(self, channels: int, exact: int | None = None, device: torch.device | str = "cpu"):
-        fine = int(math.log2(BINS / (2 * OCTAVES * channels))) if channels * 2 * OCTAVES < BINS else 0
+        fine = 0
+        if channels * 2 * OCTAVES < BINS:
+            fine = int(math.log2(BINS / (2 * OCTAVES * channels)))
         self.mantissa = max(MANTISSA[0], min(MANTISSA[1], fine))
         self.half = OCTAVES << self.mantissa  # bins of one sign; between the signs is the bin of 0
-        self.limit = min(2 * self.half + 1, 2**13) if exact is None else exact
+        if exact is None:
+            self.limit = min(2 * self.half + 1, 2**13)
+        else:
+            self.limit = exact
         self.top = torch.full((channels,), OCTAVES, dtype=torch.int32, device=device)  # largest exponent seen
         self.values: list[Tensor] = []
         self.counts: Tensor | None = None
@@ -92,7 +97,8 @@ class Histogram:
         self._raise(other.top.to(self.top.device))
         self._add_values([v.to(self.top.device) for v in other.values])
         if other.counts is not None:
-            counts, top = other.counts.to(self.top.device), other.top.to(self.top.device)
+            counts = other.counts.to(self.top.device)
+            top = other.top.to(self.top.device)
             self._spill().add_(_shift(counts, (self.top - top) << self.mantissa))
 
     def _add_values(self, rows: list[Tensor]) -> None:
@@ -122,7 +128,8 @@ class Histogram:
         """From here on count instead of keeping values."""
         if self.counts is None:
             self.counts = self.top.new_zeros(len(self.top), 2 * self.half + 1, dtype=torch.int64)
-            values, self.values = self.values, []
+            values = self.values
+            self.values = []
             for v in values:
                 self._count(v, 1)
         return self.counts
@@ -137,11 +144,15 @@ class Histogram:
 
     def _to(self, device: torch.device) -> None:
         if self.top.device != device:
-            self.top, self.values = self.top.to(device), [v.to(device) for v in self.values]
-            self.counts = None if self.counts is None else self.counts.to(device)
+            self.top = self.top.to(device)
+            self.values = [v.to(device) for v in self.values]
+            if self.counts is None:
+                self.counts = None
+            else:
+                self.counts = self.counts.to(device)
 
     def bins(self, low: Tensor, high: Tensor, mantissa: int = MANTISSA[1], absolute: bool = False) -> Bins:
-        """What was seen (|x| of it if `absolute`), on at most `mantissa` bits, cut to the true range."""
+        """The observed values (|x| if `absolute`), on at most `mantissa` bits, cut to the true range."""
         if self.counts is None:
             values = torch.cat(self.values, 1)
             values = (values.abs() if absolute else values).sort(1).values
@@ -153,9 +164,12 @@ class Histogram:
         below = self.counts[:, : self.half].unflatten(1, (-1, 1 << drop)).sum(-1)
         codes = torch.arange((OCTAVES << bits) + 1, dtype=torch.int32, device=zero.device)
         edges = ((codes + ((self.top + (1 - OCTAVES)) << bits)[:, None]) << (23 - bits)).view(torch.float32)
-        lo, hi, none = edges[:, :-1], edges[:, 1:], torch.zeros_like(edges[:, :1])
+        lo = edges[:, :-1]
+        hi = edges[:, 1:]
+        none = torch.zeros_like(edges[:, :1])
         if absolute:
-            lo, hi = torch.cat([none, lo], 1), torch.cat([none, hi], 1)
+            lo = torch.cat([none, lo], 1)
+            hi = torch.cat([none, hi], 1)
             count = torch.cat([zero, above + below.flip(1)], 1)
             low, high = torch.zeros_like(low), torch.maximum(low.abs(), high.abs())
         else:
@@ -193,7 +207,9 @@ def channel_minmax(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
         lo, hi = torch.aminmax(as_channels(x, None))
         return lo.reshape(1), hi.reshape(1)
     rest = [d for d in range(x.dim()) if d != axis]
-    return (x.amin(rest), x.amax(rest)) if rest else (x.clone(), x.clone())
+    if rest:
+        return (x.amin(rest), x.amax(rest))
+    return (x.clone(), x.clone())
 
 
 def image_minmax(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:

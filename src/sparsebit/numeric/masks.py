@@ -12,8 +12,12 @@ def count_of(n: int, ratio: float) -> int:
 
 
 def keep_best(worth: Tensor, ratio: float, per_row: bool = False) -> Tensor:
-    """True for what stays; of the whole tensor, or of every row. The best one always does."""
-    rows = worth.reshape(worth.shape[0], -1) if per_row else worth.reshape(1, -1)
+    """A mask that is True for the values to keep, of the whole tensor or of every row. The best value is always
+    kept."""
+    if per_row:
+        rows = worth.reshape(worth.shape[0], -1)
+    else:
+        rows = worth.reshape(1, -1)
     count = min(count_of(rows.shape[1], ratio), max(rows.shape[1] - 1, 0))
     gone = rows.argsort(dim=1, stable=True)[:, :count]
     return torch.ones_like(rows, dtype=torch.bool).scatter_(1, gone, False).view_as(worth)
@@ -33,7 +37,8 @@ def n_of_m(worth: Tensor, n: int, m: int, axis: int = 1) -> Tensor:
 def keep_best_of_all(worths: list[Tensor], ratio: float) -> list[Tensor]:
     """One ranking over several tensors; none of them loses everything."""
     flat = torch.cat([w.reshape(-1).double() for w in worths])
-    best, offset = [], 0
+    best = []
+    offset = 0
     for w in worths:
         best += [offset + int(w.reshape(-1).argmax())] if w.numel() else []
         offset += w.numel()

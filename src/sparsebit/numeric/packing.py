@@ -13,7 +13,8 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     if not 1 <= bits <= 8:
         raise SparsebitError(f"pack_bits: bits must be 1 to 8, got {bits}")
     if values.numel():
-        lo, hi = int(values.min()), int(values.max())
+        lo = int(values.min())
+        hi = int(values.max())
         if lo < -(2 ** (bits - 1)) or hi >= 2**bits or (lo < 0 and hi >= 2 ** (bits - 1)):
             raise SparsebitError(f"pack_bits: values {lo}..{hi} do not fit {bits} bits; clamp them first")
     stream = (values.to(torch.int16)[..., None] >> torch.arange(bits, device=values.device)) & 1
@@ -28,4 +29,6 @@ def unpack_bits(packed: Tensor, bits: int, length: int, signed: bool) -> Tensor:
     stream = (packed.to(torch.int16)[..., None] >> torch.arange(8, device=packed.device)) & 1
     stream = stream.flatten(-2)[..., : length * bits].unflatten(-1, (length, bits))
     values = (stream << torch.arange(bits, device=packed.device)).sum(-1).to(torch.int16)
-    return torch.where(values >= 2 ** (bits - 1), values - 2**bits, values) if signed else values
+    if signed:
+        return torch.where(values >= 2 ** (bits - 1), values - 2**bits, values)
+    return values

@@ -48,7 +48,9 @@ def keep_pairs(values: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     _pairs(rows)[wrong] = torch.stack([first, limit - first], -1) * step
     kernel_last = rows.reshape(values.shape[0], *values.shape[2:], values.shape[1])
     moved = kernel_last.movedim(-1, 1).to(values.dtype)
-    return values + (moved - values).detach() if values.requires_grad else moved
+    if values.requires_grad:
+        return values + (moved - values).detach()
+    return moved
 
 
 def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
@@ -60,19 +62,23 @@ def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
     """
     rows = in_sum_order(weight.detach().float())
     start = qparams.scale.detach().float()
-    owner = (
-        torch.arange(len(rows), device=rows.device) if len(start) > 1 else torch.zeros_like(rows[:, 0]).long()
-    )
+    if len(start) > 1:
+        owner = torch.arange(len(rows), device=rows.device)
+    else:
+        owner = torch.zeros_like(rows[:, 0]).long()
     sums = _pairs(rows).sum(-1).abs()
     large = (sums > LARGEST_SUM * start[owner, None]).nonzero(as_tuple=True)
-    sums, owner_of_pair = sums[large], owner[large[0]]
+    sums = sums[large]
+    owner_of_pair = owner[large[0]]
     values = torch.zeros_like(start).index_add_(0, owner, (rows != 0).sum(1).float())
-    best, least = start, torch.full_like(start, float("inf"))
+    best = start
+    least = torch.full_like(start, float("inf"))
     for factor in FACTORS if len(sums) else ():
         scale = start * factor
         excess = (sums - LARGEST_SUM * scale[owner_of_pair]).clamp_min_(0).square_() / 2
         error = (values * scale.square() / 12).index_add_(0, owner_of_pair, excess)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
     return best
 
 

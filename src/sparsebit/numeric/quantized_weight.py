@@ -39,7 +39,9 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The float matrix; computed in float32, then cast."""
-        scales, zeros, inputs = self.scales.float(), self.zeros.float(), self.shape[1]
+        scales = self.scales.float()
+        zeros = self.zeros.float()
+        inputs = self.shape[1]
         if self.g_idx is None and inputs % (self.group or inputs) == 0:  # without copies of the grid
             levels = self.codes.float().unflatten(1, (scales.shape[1], -1))
             return levels.sub_(zeros[..., None]).mul_(scales[..., None]).flatten(1).to(dtype)

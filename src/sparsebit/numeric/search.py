@@ -34,7 +34,9 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     unit = torch.maximum(-low, high).clamp(
         min=torch.finfo(torch.float32).tiny
     )  # squares of float32 stay floats
-    low, high, bins = (low / unit).double().clamp(max=0), (high / unit).double().clamp(min=0), bins.over(unit)
+    low = (low / unit).double().clamp(max=0)
+    high = (high / unit).double().clamp(min=0)
+    bins = bins.over(unit)
     if spec.symmetric:
         widest = torch.maximum(-low, high) / max(spec.qmax, 1)
         codes = low.new_tensor([spec.qmin])
@@ -46,16 +48,21 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     scale = torch.where(widest > 0, scale, 0) * unit
     if spec.symmetric:
         half = scale * levels / 2
-        low, high = torch.where(low < 0, -half, 0), torch.where(high > 0, half, 0)
+        low = torch.where(low < 0, -half, 0)
+        high = torch.where(high > 0, half, 0)
     else:
-        low, high = first * scale, (first + levels) * scale
+        low = first * scale
+        high = (first + levels) * scale
     return low.float(), high.float()
 
 
 def _starts(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The most promising pairs of `scale` (scales, channels) and first code, as two (starts, channels) tensors."""
     best = []
-    size = min(bins.lo.shape[1], 2 * THIN) if bins.exact else bins.lo.shape[1]
+    if bins.exact:
+        size = min(bins.lo.shape[1], 2 * THIN)
+    else:
+        size = bins.lo.shape[1]
     for part, ks in _blocks(scale, size + len(codes)):
         costs = [_pair_costs(bins[part], scale[k, part], codes, levels) for k in ks]
         best.append(torch.cat(costs, 1).flatten(1).topk(STARTS, largest=False).indices)
@@ -70,7 +77,8 @@ def _pair_costs(bins: Bins, scale: Tensor, codes: Tensor, levels: int) -> Tensor
     rounding = _errors(sample, scale, torch.full_like(scale, -1e30), 2e30)  # as if codes had no end
     rounding = pad(rounding.cumsum(2), (1, 0)).transpose(0, 1)
     grid = scale.T[..., None]
-    first, last = grid * codes, grid * (codes + levels)
+    first = grid * codes
+    last = grid * (codes + levels)
     start, end, clipped = _clipping(bins, first.flatten(1), last.flatten(1))
     start, end = (j.view_as(first).div(step, rounding_mode="floor") for j in (start, end))
     inside = rounding.gather(2, end.clamp_(max=rounding.shape[2] - 1)) - rounding.gather(2, start)
@@ -87,7 +95,9 @@ def _every(step: int, bins: Bins) -> Bins:
 
 def _clipping(bins: Bins, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For ranges [low, high], (channels, any): first bin inside and after, sum of squared distances of the others."""
-    lo, hi, count = bins.lo.double(), bins.hi.double(), bins.count.double()
+    lo = bins.lo.double()
+    hi = bins.hi.double()
+    count = bins.count.double()
     powers = torch.stack([count, count * (lo + hi) / 2, count * (lo * lo + lo * hi + hi * hi) / 3])
     sums = pad(powers.cumsum(2), (1, 0))
     start, end = (torch.searchsorted((lo + hi) / 2, at.contiguous()) for at in (low, high))
@@ -102,19 +112,23 @@ def _clipping(bins: Bins, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _refine(bins: Bins, scale: Tensor, first: Tensor, levels: int, codes: int) -> tuple[Tensor, Tensor]:
     """From each start (starts, channels) to the best grid nearby; the best of these, per channel."""
-    hop, spread = levels / max(codes - 1, 1), 0.08
+    hop = levels / max(codes - 1, 1)
+    spread = 0.08
     error = scale
     for _ in range(4):
-        hop, spread = max(1, round(hop / 2)), spread / 2
+        hop = max(1, round(hop / 2))
+        spread = spread / 2
         hops = scale.new_tensor([-hop, 0, hop] if codes > 1 else [0]).view(1, -1, 1, 1)
         factors = scale.new_tensor([1 - spread, 1, 1 + spread]).view(-1, 1, 1, 1)
         near, code = torch.broadcast_tensors(scale * factors, first + hops)
         if codes > 1:
             code = code.clamp(-levels, 0)
-        near, code = near.flatten(0, 1), code.flatten(0, 1)
+        near = near.flatten(0, 1)
+        code = code.flatten(0, 1)
         error = squared_error(bins, near.flatten(0, 1), code.flatten(0, 1), levels).view_as(near)
         error, at = error.min(0, keepdim=True)
-        scale, first = near.gather(0, at)[0], code.gather(0, at)[0]
+        scale = near.gather(0, at)[0]
+        first = code.gather(0, at)[0]
     at = error[0].argmin(0, keepdim=True)
     return scale.gather(0, at)[0], first.gather(0, at)[0]
 
@@ -131,9 +145,11 @@ def squared_error(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Te
 
 def _errors(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Tensor:
     """Sum of squared errors in each bin, (grids, channels, bins)."""
-    scale, first = scale[..., None], first[..., None]
+    scale = scale[..., None]
+    first = first[..., None]
     if bins.exact:
-        scale, first = scale.float(), first.float()
+        scale = scale.float()
+        first = first.float()
         u = bins.lo / scale
         return _clamp(u.round(), first, levels).sub_(u).mul_(scale).square_().mul_(bins.count)
     lo = bins.lo.double()
@@ -147,7 +163,7 @@ def _errors(bins: Bins, scale: Tensor, first: Tensor, levels: float) -> Tensor:
 
 
 def _blocks(scale: Tensor, size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Channels that go together, each time with the grids that go together, at `size` values per pair."""
+    """Chunks of channels, each with a chunk of its grids, at `size` values per pair of channel and grid."""
     grids = max(1, min(len(scale), BLOCK // size))
     channels = max(1, BLOCK // (size * grids))
     ks = [slice(k, k + grids) for k in range(0, len(scale), grids)]
@@ -164,11 +180,13 @@ def linear_histogram(bins: Bins, high: Tensor, size: int = KL_BINS) -> Tensor:
     """Counts of the (non-negative) values of `bins` on `size` equal bins from 0 to `high`."""
     edges = torch.linspace(0, 1, size + 1, dtype=torch.float64, device=high.device) * high.double()[:, None]
     edges[:, -1] = torch.inf
-    lo, hi = bins.lo.double().contiguous(), bins.hi.double().contiguous()
+    lo = bins.lo.double().contiguous()
+    hi = bins.hi.double().contiguous()
     before = torch.cat([torch.zeros_like(lo[:, :1]), bins.count.cumsum(1, dtype=torch.float64)], 1)
     j = torch.searchsorted(hi, edges)  # bins that end before the edge lie wholly below it
     inside = j.clamp(max=hi.shape[1] - 1)
-    start, width = lo.gather(1, inside), (hi - lo).gather(1, inside)
+    start = lo.gather(1, inside)
+    width = (hi - lo).gather(1, inside)
     share = ((edges - start) / width.clamp(min=1e-300)).clamp_(0, 1).nan_to_num_()
     share = torch.where(j > inside, torch.zeros_like(share), share)
     below = before.gather(1, j) + share * bins.count.double().gather(1, inside)
@@ -206,7 +224,7 @@ def _divergence(h: Tensor, levels: Tensor, ends: Tensor) -> Tensor:
     cuts = cuts.minimum(ends[:, None])
     mass, used = (t.gather(1, cuts.flatten(1)).view_as(cuts).diff(dim=2) for t in (cum, filled))
     last = h[:, ends - 1]
-    # what lies beyond is in P's last bin, and so in the last group
+    # larger values are in P's last bin, and so in the last group
     tail = (torch.arange(mass.shape[2], device=h.device) == (levels - 1)[:, None, None]).double()
     p = mass + tail * beyond[..., None]
     used = used + tail * ((last == 0) & (beyond > 0)).double()[..., None]

@@ -35,11 +35,15 @@ class QuantSpec:
 
     @property
     def qmin(self) -> int:
-        return -(2 ** (self.bits - 1)) + int(self.narrow) if self.symmetric else 0
+        if self.symmetric:
+            return -(2 ** (self.bits - 1)) + int(self.narrow)
+        return 0
 
     @property
     def qmax(self) -> int:
-        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+        if self.symmetric:
+            return 2 ** (self.bits - 1) - 1
+        return 2**self.bits - 1
 
     @property
     def levels(self) -> int:
@@ -71,7 +75,9 @@ def channel_axis(ndim: int, axis: int | None) -> int | None:
     """The channel axis of a tensor of `ndim` dimensions; the last one where it has fewer (NLC fed with NC)."""
     if axis is None or ndim == 0:
         return None
-    return min(axis, ndim - 1) if axis >= 0 else max(axis + ndim, 0)
+    if axis >= 0:
+        return min(axis, ndim - 1)
+    return max(axis + ndim, 0)
 
 
 def in_groups(x: Tensor, group: int | None) -> Tensor:

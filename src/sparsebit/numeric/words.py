@@ -53,7 +53,8 @@ def unpack_words(words: Tensor, bits: int, length: int, axis: int = -1) -> Tenso
             2**bits - 1
         )
         return values.flatten(-2)[..., :length].movedim(-1, axis).contiguous()
-    period, per = math.lcm(bits, 32) // bits, math.lcm(bits, 32) // 32
+    period = math.lcm(bits, 32) // bits
+    per = math.lcm(bits, 32) // 32
     rows = F.pad(rows, (0, -rows.shape[-1] % per)).unflatten(-1, (-1, per))
     values = torch.empty(*rows.shape[:-1], period, dtype=torch.uint8, device=words.device)
     for i in range(period):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,8 @@ from sparsebit.export.report import ExportReport
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.modes import evaluating
 from sparsebit.numeric import fake_quantize
-from sparsebit.quantization.export import exporting, quant_oprs, with_bias
 from sparsebit.quantization.modules import Opr, quant_mode
+from sparsebit.quantization.on_export import exporting, quant_oprs, with_bias
 from sparsebit.quantization.quantizers import Quantizer
 
 if TYPE_CHECKING:
@@ -53,30 +54,37 @@ ELSEWHERE = (
 )
 
 
+@dataclass(frozen=True)
+class Written:
+    """A file, with the marks of the quantizers in it, and their places after lowering."""
+
+    file: Path
+    marks: Mapping[str, Mark]
+    lowered: Any
+    backend: str = "onnxruntime"
+
+
 def certify(
-    qmodel: Any,
-    file: Path,
-    calls: list[Call],
-    more: list[Call],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    backend: str = "onnxruntime",
-    targets: Sequence[Shape] = (),
+    qmodel: Any, written: Written, calls: list[Call], more: list[Call], targets: Sequence[Shape] = ()
 ) -> ExportReport:
-    """Run `file` and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
+    """Run a file and compare it with the model: on `calls` quantizer by quantizer, on `more` only end to end."""
+    file = written.file
     certificate = Certificate(rounding=rounding_of(qmodel))
     certificate.see_targets(targets)
-    check_biases(qmodel, marks, lowered, certificate)
-    for args, kwargs in calls:
-        check_locally(qmodel, file, args, kwargs, marks, lowered, certificate)
-    is_for_onnxruntime = backend == "onnxruntime"
+    check_biases(qmodel, written, certificate)
+    for call in calls:
+        check_locally(qmodel, written, call, certificate)
+    is_for_onnxruntime = written.backend == "onnxruntime"
     integer, floating = runtime.kernels(file)
     certificate.rounds_inputs = bool(integer["MatMulNBits"])
-    certificate.session = AS_USERS_RUN_IT if is_for_onnxruntime else BARE
+    if is_for_onnxruntime:
+        certificate.session = AS_USERS_RUN_IT
+    else:
+        certificate.session = BARE
     plain = check_end_to_end(qmodel, file, [*calls, *more], certificate, is_for_onnxruntime)
     if is_for_onnxruntime and certificate.output_failures() and not certificate.local_failures():
         certificate.start = first_wrong_tensor(file, [*calls, *more])
-    described = {name: mark.describe() for name, mark in marks.items()}
+    described = {name: mark.describe() for name, mark in written.marks.items()}
     report = ExportReport("", "", 0, "", 0, certificate, described, integer, dict(floating))
     report.notes += certificate.remarks()
     if not is_for_onnxruntime:
@@ -100,48 +108,37 @@ def second_opinion(qmodel: Any, file: Path, calls: list[Call], report: ExportRep
             other.add(output_names(file), expected, runtime.run(run, runtime.feeds(run, args, kwargs)))
 
 
-def check_locally(
-    qmodel: Any,
-    file: Path,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    certificate: Certificate,
-) -> None:
-    """(a): one forward of the model in which every quantizer hands on what the runtime had in its place."""
-    sites = lowered.by_name()
-    names = [value for found in sites.values() for s in found for value in (s.before, s.after) if value]
-    values = runtime.run_bare(file, names, args, kwargs)
-    replay = lambda certificate: replayed(qmodel, args, kwargs, marks, lowered, values, certificate)
-    answer = replay(certificate)
+def check_locally(qmodel: Any, written: Written, call: Call, certificate: Certificate) -> None:
+    """(a): one forward of the model in which every quantizer returns the value of the runtime in its place."""
+    names = []
+    for sites in written.lowered.by_name().values():
+        for site in sites:
+            names += [name for name in (site.before, site.after) if name]
+    values = runtime.run_bare(written.file, names, *call)
+    answer = replayed(qmodel, written, call, values, certificate)
 
     def rounded_otherwise() -> list[list[Array]]:
         found = []
         for seed in range(DRAWS):
             with OpsRoundOtherwise(seed):
-                found.append(runtime.torch_outputs(replay(Certificate())))
+                again = replayed(qmodel, written, call, values, Certificate())
+                found.append(runtime.torch_outputs(again))
         return found
 
-    found = {name: values[name] for name in output_names(file)}
+    found = {name: values[name] for name in output_names(written.file)}
     check_outputs(answer, found, certificate, rounded_otherwise)
 
 
 def replayed(
-    qmodel: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    marks: Mapping[str, Mark],
-    lowered: Any,
-    values: Mapping[str, Array],
-    certificate: Certificate,
+    qmodel: Any, written: Written, call: Call, values: Mapping[str, Array], certificate: Certificate
 ) -> Any:
-    """What the model answers on the values of the runtime; the certificate learns how the quantizers compare."""
-    sites = lowered.by_name()
+    """The answer of the model on the values of the runtime; the certificate records how the quantizers compare."""
+    sites = written.lowered.by_name()
     calls: Counter[str] = Counter()
 
     def replay(quantizer: Quantizer, x: Tensor) -> Tensor:
-        name, mark = quantizer.name, marks[quantizer.name]
+        name = quantizer.name
+        mark = written.marks[quantizer.name]
         check = certificate.quantizers.setdefault(name, QuantizerCheck(name))
         if not calls[name] and name not in certificate.order:
             certificate.order.append(name)
@@ -161,7 +158,8 @@ def replayed(
             return stored.to(x)
         return check.compare(mark, quantizer.transform(x), values[site.before], values[site.after], site)
 
-    with exporting(qmodel, replay), with_bias(qmodel, lowered.bias):
+    args, kwargs = call
+    with exporting(qmodel, replay), with_bias(qmodel, written.lowered.bias):
         return qmodel.model(*args, **kwargs)
 
 
@@ -193,17 +191,21 @@ def check_outputs(
             check.compare_part(part, expected, array, certificate.rounding, others)
 
 
-def check_biases(qmodel: Any, marks: Mapping[str, Mark], lowered: Any, certificate: Certificate) -> None:
+def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> None:
     """The biases of the file against the model's, before the model computes with them in (a)."""
+    marks = written.marks
+    lowered = written.lowered
     scales = [
         m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
     ]
     with quantized(qmodel):
         for _, module in quant_oprs(qmodel.model):
-            name = module.weight_quantizer.name if module.weight_quantizer is not None else ""
+            name = ""
+            if module.weight_quantizer is not None:
+                name = module.weight_quantizer.name
             has_bias = name in lowered.bias and hasattr(
                 module, "bias"
-            )  # a weight of an LSTM has none of its own
+            )  # a weight of an LSTM has no separate bias
             own = module.current_bias if has_bias else None
             if own is not None:
                 weight_scale = runtime.as_array(marks[name].qparams.scale)
@@ -237,10 +239,12 @@ def check_end_to_end(
     """
     gm = qmodel.model
     layers = [m for m in gm.modules() if isinstance(m, Opr)]
-    loaded, plain = runtime.session(file, optimised=is_for_onnxruntime), certificate.runtime
+    loaded = runtime.session(file, optimised=is_for_onnxruntime)
+    plain = certificate.runtime
     as_loaded = loaded
     if not is_for_onnxruntime:
-        as_loaded, plain = runtime.session(file), EndToEnd(targets=certificate.runtime.targets)
+        as_loaded = runtime.session(file)
+        plain = EndToEnd(targets=certificate.runtime.targets)
     names = [output.name for output in loaded.get_outputs()]
     with quantized(qmodel):
         for call, (expected, got, moved) in zip(calls, answers(gm, loaded, calls, layers)):

@@ -13,7 +13,8 @@ from sparsebit.errors import SparsebitError
 from sparsebit.quantization.quantizers import Quantizer
 from sparsebit.utils.files import write_whole
 
-WEIGHTS, CONFIG = "model.safetensors", "qconfig.yaml"
+WEIGHTS = "model.safetensors"
+CONFIG = "qconfig.yaml"
 
 
 def save_checkpoint(qmodel: Any, folder: Path) -> None:
@@ -28,9 +29,9 @@ def save_checkpoint(qmodel: Any, folder: Path) -> None:
 
 
 def load_checkpoint(build: Callable[[Path, str], Any], folder: Path) -> Any:
-    """`build(config, front_end)` makes the fresh QuantModel that the saved state goes into.
+    """`build(config, front_end)` makes the new QuantModel that takes the saved state.
 
-    front_end   the one that traced the saved model; empty in files of earlier versions.
+    front_end  the front-end that traced the saved model; empty in files of earlier versions.
     """
     from safetensors import safe_open
 

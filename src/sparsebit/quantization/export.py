@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,10 @@ from sparsebit.graph.run.signature import signature_of
 from sparsebit.numeric import QParams, fake_quantize
 from sparsebit.numeric.pair_sums import needs_rule
 from sparsebit.numeric.spec import channel_axis
-from sparsebit.quantization.modules import QuantOpr
-from sparsebit.quantization.quantizers import Mode, Quantizer
+from sparsebit.quantization.analysis.tuning import Tuning, time_draft
+from sparsebit.quantization.certifying import Written, certify, second_opinion
+from sparsebit.quantization.on_export import exporting, quant_oprs, used_quantizers
+from sparsebit.quantization.quantizers import Quantizer
 
 log = logging.getLogger("sparsebit")
 # in the meta of a graph: what calibration/float_choice.py and trace/auto_trace.py chose
@@ -39,7 +41,7 @@ UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers di
 
 @dataclass
 class Draft:
-    """A lowered graph that is not written yet, and what the certificate has to know about it."""
+    """A lowered graph that is not written yet, and the facts that the certificate needs."""
 
     graph: Any
     plain: Any  # the same graph without quantizers, where it is to be timed
@@ -63,14 +65,14 @@ def export_onnx(
     **options: Any,
 ) -> ExportReport:
     """Write `name` and its report beside it; the file is in its place only once it is certified."""
-    from sparsebit.quantization.analysis.tuning import Tuning, time_draft
-    from sparsebit.quantization.certifying import certify, second_opinion
-
     require("onnx", "onnxscript", "onnxruntime")
-    path, batches = files.writable(name), as_batches(batches)
+    path = files.writable(name)
+    batches = as_batches(batches)
     kind = half_type(qmodel)
     if kind is not None:
-        qmodel, dummy, batches = _in_float(qmodel, dummy, kind), in_float(dummy), in_float(batches)
+        qmodel = _in_float(qmodel, dummy, kind)
+        dummy = in_float(dummy)
+        batches = in_float(batches)
     runtime: Backend = BACKENDS[backend or qmodel.cfg.backend]()
     if tune and runtime.TYPE != "onnxruntime":
         raise ExportError(
@@ -93,17 +95,24 @@ def export_onnx(
             files.write(made.graph, file)
             more = calls_of(batches, signature, qmodel.device)
             targets = target_shapes([dummy, *batches], signature)
-            report = certify(qmodel, file, [call], more, made.marks, made.lowered, runtime.TYPE, targets)
+            written = Written(file, made.marks, made.lowered, runtime.TYPE)
+            report = certify(qmodel, written, [call], more, targets)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, file, [call, *more], report)
-            report.backend, report.opset, report.opset_reason = runtime.TYPE, made.opset, made.opset_reason
-            report.why_float, report.uncalibrated = made.why_float, uncalibrated
+            report.backend = runtime.TYPE
+            report.opset = made.opset
+            report.opset_reason = made.opset_reason
+            report.why_float = made.why_float
+            report.uncalibrated = uncalibrated
             if kind is not None:
                 report.notes.append(note_of(kind))
             if made.unreached and not uncalibrated:
                 shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
                 report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
-            report.pair_rule = pair_rule_of(qmodel) if runtime.TYPE == "onnxruntime" else ""
+            if runtime.TYPE == "onnxruntime":
+                report.pair_rule = pair_rule_of(qmodel)
+            else:
+                report.pair_rule = ""
             report.notes += [qmodel.model.meta[key] for key in NOTES if key in qmodel.model.meta]
             if timing or tune:
                 report.timing = time_draft(made, file, call)
@@ -127,7 +136,7 @@ def draft_of(
     asked: int,
     **options: Any,
 ) -> Draft:
-    """The graph of the model as it is now, lowered for `runtime`."""
+    """The graph of the model in its present state, lowered for `runtime`."""
     from sparsebit.export.onnx.graph_edit import without_marks
 
     marks = collect_marks(qmodel)
@@ -157,7 +166,7 @@ def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:
     try:
         with torch.no_grad(), evaluating(found):
             found.model(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's code in another dtype may raise anything
         raise ExportError(
             f"model: is {kind}, in which onnxruntime has no integer kernels, and its graph does not run in float32: "
             f"{type(error).__name__}: {str(error)[:300]}\n"
@@ -169,22 +178,26 @@ def _in_float(qmodel: Any, dummy: Any, kind: torch.dtype) -> Any:
 def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     """Check a file again, later or on another machine: the same certificate, on `batches`."""
     require("onnx", "onnxscript", "onnxruntime")
-    batches, kind = as_batches(batches), half_type(qmodel)
+    batches = as_batches(batches)
+    kind = half_type(qmodel)
     if kind is not None:
-        qmodel, batches = float_copy(qmodel), in_float(batches)
+        qmodel = float_copy(qmodel)
+        batches = in_float(batches)
     import onnx_ir as ir
 
     from sparsebit.export.onnx.lowered import Lowered
-    from sparsebit.quantization.certifying import certify
 
     path = Path(onnx_path)
     model = files.read(path, ir.load)
     if "sparsebit.lowered" not in model.metadata_props:
         ours = "sparsebit.certificate" in model.metadata_props
-        what = "holds an ordinary model, not a quantized one" if ours else "was not written by Sparsebit"
+        what = "was not written by Sparsebit"
+        if ours:
+            what = "holds an ordinary model, not a quantized one"
         raise ExportError(f"{path}: {what}; export the model with qmodel.export_onnx()")
     try:
-        lowered, marks = Lowered.of_file(model), collect_marks(qmodel)
+        lowered = Lowered.of_file(model)
+        marks = collect_marks(qmodel)
     except FileNotFoundError as error:
         raise ExportError(
             f"{path}: its numbers are in {error.filename}, which is missing; keep both in one folder"
@@ -198,17 +211,24 @@ def verify(onnx_path: str | Path, qmodel: Any, batches: Any) -> ExportReport:
     calls = some_calls_of(batches, signature, qmodel.device)
     backend = model.metadata_props["sparsebit.backend"]
     targets = target_shapes(batches, signature)
-    report = certify(qmodel, path, calls, [], marks, lowered, backend, targets)
-    report.path, report.bytes = str(path), files.size_of(path)
-    report.backend, report.opset = backend, model.opset_imports[""]
-    report.opset_reason, report.why_float = "as written", why_float_of(model)
-    report.pair_rule = pair_rule_of(qmodel) if backend == "onnxruntime" else ""
+    report = certify(qmodel, Written(path, marks, lowered, backend), calls, [], targets)
+    report.path = str(path)
+    report.bytes = files.size_of(path)
+    report.backend = backend
+    report.opset = model.opset_imports[""]
+    report.opset_reason = "as written"
+    report.why_float = why_float_of(model)
+    if backend == "onnxruntime":
+        report.pair_rule = pair_rule_of(qmodel)
+    else:
+        report.pair_rule = ""
     report.notes += [] if kind is None else [note_of(kind)]
     return report
 
 
 class Emitter:
-    """What a quantizer does while the model is traced: leave a mark. A rounded constant is one, however often read."""
+    """The work of a quantizer during an export: it leaves a mark. A rounded constant gets one mark for all its
+    readers."""
 
     def __init__(self, marks: Mapping[str, Mark]):
         self.marks = marks
@@ -223,7 +243,7 @@ class Emitter:
 
 
 def collect_marks(qmodel: Any) -> dict[str, Mark]:
-    """Every quantizer that is in use, with its grid as it is now."""
+    """Every quantizer that is in use, with its present grid."""
     marks: dict[str, Mark] = {}
     for path, quantizer, weight in used_quantizers(qmodel):
         if not quantizer.calibrated:
@@ -231,15 +251,20 @@ def collect_marks(qmodel: Any) -> dict[str, Mark]:
                 f"{quantizer.name} has no scale yet: calibrate the model before exporting it, for example with "
                 f"qmodel.calibrate(batches)"
             )
-        value = None if weight is None else exported_weight(quantizer, weight.detach())
+        if weight is None:
+            value = None
+        else:
+            value = exported_weight(quantizer, weight.detach())
         grid = quantizer.current_qparams()
         marks[quantizer.name] = Mark(quantizer.name, path, quantizer.spec, grid, value)
     return marks
 
 
 def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
-    """What the file rounds: under the pair rule, values that are rounded already."""
-    return quantizer.rounded(weight) if quantizer.keeps_pairs else quantizer.transform(weight)
+    """The weight that the file rounds: under the pair rule, its values are rounded already."""
+    if quantizer.keeps_pairs:
+        return quantizer.rounded(weight)
+    return quantizer.transform(weight)
 
 
 @torch.no_grad()
@@ -251,29 +276,26 @@ def pair_rule_of(qmodel: Any) -> str:
         summed = [m.weight_quantizer for _, m in quant_oprs(qmodel.model) if m.sums_pairs]
         needed = any(quantizer is not None and needs_rule(quantizer.spec) for quantizer in summed)
         off = needed and not qmodel.cfg.w.pair_rule
-        return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI" if off else ""
+        if off:
+            return "off (W.PAIR_RULE: false): sums are exact only on ARM and on x86 with VNNI"
+        return ""
     noise = plain = 0.0
     for quantizer, weight in ruled:
-        wanted, observer = quantizer.transform(weight).float(), quantizer.observer
+        wanted = quantizer.transform(weight).float()
+        observer = quantizer.observer
         noise += float((quantizer.rounded(weight).float() - wanted).square().sum())
         grid = QParams(*observer.calc_qparams_with_minmax(observer.min_val, observer.max_val))
         if torch.isfinite(grid.scale).all():
             plain += float((fake_quantize(wanted, grid, quantizer.spec) - wanted).square().sum())
-    price = f", {10 * math.log10(noise / plain):+.1f} dB of rounding error" if noise and plain else ""
+    price = ""
+    if noise and plain:
+        price = f", {10 * math.log10(noise / plain):+.1f} dB of rounding error"
     return f"{len(ruled)} weights{price}: sums are exact on every x86"
-
-
-def used_quantizers(qmodel: Any) -> Iterator[tuple[str, Quantizer, Tensor | None]]:
-    """Path of the layer, quantizer, and the weight it rounds: None for an activation."""
-    for path, module in quant_oprs(qmodel.model):
-        for quantizer, weight in ((module.input_quantizer, None), (module.weight_quantizer, module.weight)):
-            if quantizer is not None and not quantizer.absorbed and not quantizer.unused:
-                yield path, quantizer, weight
 
 
 @contextmanager
 def unit_scales(qmodel: Any) -> Iterator[bool]:
-    """Inside the block, a model that nobody has calibrated has scale 1 and zero point 0 everywhere; yields whether.
+    """Inside the block, an uncalibrated model has scale 1 and zero point 0 everywhere; yields True for such a model.
 
     A model with some scales keeps them: `collect_marks` refuses it.
     """
@@ -284,7 +306,10 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
     saved = [(quantizer, quantizer.scale, quantizer.zero_point) for _, quantizer, _ in found]
     try:
         for _, quantizer, weight in found:
-            count = 1 if weight is None else scale_count(quantizer, weight)
+            if weight is None:
+                count = 1
+            else:
+                count = scale_count(quantizer, weight)
             for name, value in (("scale", 1.0), ("zero_point", 0.0)):
                 old = getattr(quantizer, name)
                 new = torch.full((count,), value, device=old.device)
@@ -292,7 +317,8 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
         yield True
     finally:
         for quantizer, scale, zero_point in saved:
-            quantizer.scale, quantizer.zero_point = scale, zero_point
+            quantizer.scale = scale
+            quantizer.zero_point = zero_point
 
 
 def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
@@ -304,62 +330,14 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
     return 1 if axis is None else weight.shape[axis]
 
 
-def quant_oprs(gm: Any) -> Iterator[tuple[str, QuantOpr]]:
-    """Every op with quantizers, and its path in the user's model."""
-    seen: set[nn.Module] = set()
-    for node in gm.graph.nodes:
-        if node.op != "call_module":
-            continue
-        for inside, module in gm.get_submodule(str(node.target)).named_modules():
-            if isinstance(module, QuantOpr) and module not in seen:
-                seen.add(module)
-                yield f"{node.meta.get('path', node.name)}.{inside.removeprefix('root.')}".strip("."), module
-
-
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
-    """What the runtime cannot hold is said before any work, all at once."""
+    """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
     found = [problem for mark in marks.values() for problem in backend.problems(mark)]
     if found:
-        more = f"\n... and {len(found) - 5} more" if len(found) > 5 else ""
+        more = ""
+        if len(found) > 5:
+            more = f"\n... and {len(found) - 5} more"
         raise ExportError(f"{backend.TYPE} cannot hold this model:\n" + "\n".join(map(str, found[:5])) + more)
-
-
-@contextmanager
-def exporting(qmodel: Any, hook: Callable[[Quantizer, Tensor], Tensor]) -> Iterator[None]:
-    """Every quantizer calls `hook` in place of rounding; flags and modes come back, also after an error."""
-    quantizers = [m for m in qmodel.model.modules() if isinstance(m, Quantizer)]
-    modes = [q.mode for q in quantizers]
-    try:
-        for q in quantizers:
-            q.mode, q.on_export = Mode.EXPORT, hook
-        with torch.no_grad(), evaluating(qmodel):
-            yield
-    finally:
-        for q, mode in zip(quantizers, modes):
-            q.mode, q.on_export = mode, None
-
-
-@contextmanager
-def with_bias(qmodel: Any, biases: Mapping[str, Any]) -> Iterator[None]:
-    """Layers compute with the bias that the file has: rounded to the grid of input times weight."""
-    saved: list[tuple[nn.Module, Any, Any]] = []
-    try:
-        for module in qmodel.model.modules():
-            name = (
-                module.weight_quantizer.name
-                if isinstance(module, QuantOpr) and module.weight_quantizer
-                else ""
-            )
-            if name not in biases:
-                continue
-            saved.append((module, module._parameters.get("bias"), module.bias_correction))
-            bias = torch.from_numpy(biases[name].values).to(module.weight)
-            module._parameters["bias"] = nn.Parameter(bias, requires_grad=False)
-            module.bias_correction = None
-        yield
-    finally:
-        for module, bias, correction in saved:
-            module._parameters["bias"], module.bias_correction = bias, correction
 
 
 def finish(graph: Any, marks: Mapping[str, Mark], backend: Backend, lowered: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.graph.run.calls import Call, device_of
 from sparsebit.graph.run.modes import evaluating
 from sparsebit.graph.run.signature import signature_of
@@ -45,7 +45,9 @@ def layers(gm: fx.GraphModule) -> Iterator[Layer]:
 
 def below_root(inside: str) -> str:
     """The path inside a model that stayed whole: graph.islands.Whole holds that model as `root`."""
-    return "" if inside == "root" else inside.removeprefix("root.")
+    if inside == "root":
+        return ""
+    return inside.removeprefix("root.")
 
 
 def names_of(node: fx.Node, inside: str = "") -> tuple[str, str]:
@@ -53,7 +55,10 @@ def names_of(node: fx.Node, inside: str = "") -> tuple[str, str]:
     path = str(node.meta.get("path", node.name))
     if not inside:
         return node.name, path
-    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    # in a model that stayed whole, names start at its layers
+    prefix = ""
+    if path:
+        prefix = f"{node.name}_"
     return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
 
 
@@ -73,7 +78,7 @@ def input_carriers(node: fx.Node, gm: fx.GraphModule) -> list[tuple[fx.Node, QId
     """The QIdentities that were put in front of `node` to carry the quantizers of its inputs."""
     found = []
     for source in node.all_input_nodes:
-        module = module_of(source, gm) if source.op == "call_module" else None
+        module = called_module(source, gm)
         if isinstance(module, QIdentity) and carries_for(source) is node:
             found.append((source, module))
     return found
@@ -91,7 +96,8 @@ def moves_values(module: nn.Module | None) -> bool:
 
 def as_calls(gm: fx.GraphModule, batches: Iterable[Any]) -> list[Call]:
     """Arguments of one forward for each batch, on the model's device."""
-    signature, device = signature_of(gm), device_of(gm)
+    signature = signature_of(gm)
+    device = device_of(gm)
     return [Call.of(batch, signature).to(device) for batch in batches]
 
 
@@ -129,8 +135,11 @@ def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
     """`W8 A8` for a node that quantizes, "" for others: what `to_mermaid` shows."""
 
     def label(node: fx.Node) -> str:
-        module = module_of(node, gm) if node.op == "call_module" else None
-        found = {} if module is None else {q: None for m in module.modules() for q in active_quantizers(m)}
+        module = called_module(node, gm)
+        if module is None:
+            found = {}
+        else:
+            found = {q: None for m in module.modules() for q in active_quantizers(m)}
         return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
 
     return label

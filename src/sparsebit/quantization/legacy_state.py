@@ -42,7 +42,8 @@ NO_DATA = {  # a quantizer of the original that no batch was shown to
     "observer.min_val": float("-inf"),
     "observer.max_val": float("inf"),
 }
-FOLDED, HELD = "_bn", "module."  # parts of the original's names
+FOLDED = "_bn"  # parts of the original's names
+HELD = "module."
 FOLDED_THERE = (
     "the state dict holds folded batch norms, this model does not: build it with SCHEDULE.FUSE_BN: True"
 )
@@ -167,7 +168,8 @@ def drop_quantizers(gm: fx.GraphModule, state: State) -> list[str]:
         found = ENTRY.fullmatch(key)
         if found is None:
             continue
-        owner, name = gm._modules.get(found["owner"]), f"{found['kind']}_quantizer"
+        owner = gm._modules.get(found["owner"])
+        name = f"{found['kind']}_quantizer"
         before_an_op = IDENTITY.fullmatch(found["owner"])
         if owner is not None:
             unknown = getattr(owner, name, None) is None
@@ -184,7 +186,10 @@ def add_missing(gm: fx.GraphModule, state: State) -> None:
     for name, quantizer in quantizers_of(gm):
         for entry, value in NO_DATA.items():
             state.setdefault(f"{name}.{entry}", torch.tensor([value]))
-        mine = {} if is_calibrated(name, state) else quantizer.state_dict()
+        if is_calibrated(name, state):
+            mine = {}
+        else:
+            mine = quantizer.state_dict()
         for entry, value in mine.items():
             state.setdefault(f"{name}.{entry}", value)
     for name, module in gm.named_modules():
@@ -194,7 +199,8 @@ def add_missing(gm: fx.GraphModule, state: State) -> None:
 
 def is_calibrated(name: str, state: State) -> bool:
     """Did the quantizer have a scale? Without data it had 1 in the original, and an endless range."""
-    scale, zero_point = state[f"{name}.scale"], state[f"{name}.zero_point"]
+    scale = state[f"{name}.scale"]
+    zero_point = state[f"{name}.zero_point"]
     if scale.dim() > 1 or bool(torch.isfinite(state[f"{name}.observer.min_val"]).all()):
         return True
     return not bool((scale == 1).all() and (zero_point == 0).all())
@@ -203,7 +209,9 @@ def is_calibrated(name: str, state: State) -> bool:
 def translate(name: str, quantizer: Quantizer, state: State) -> None:
     """What a kind of quantizer keeps in another way than the original."""
     layer = name.rpartition(".")[0]
-    weight = state.get(f"{layer}.weight") if name.endswith("weight_quantizer") else None
+    weight = None
+    if name.endswith("weight_quantizer"):
+        weight = state.get(f"{layer}.weight")
     if isinstance(quantizer, PACTQuantizer) and f"{name}.alpha" in state:
         state[f"{name}.alpha"] = state[f"{name}.alpha"].reshape(-1)
     if isinstance(quantizer, AdaRoundQuantizer) and weight is not None and f"{name}.v" in state:
@@ -221,7 +229,8 @@ def shift_of(
     """AdaRound's choice, up where `rounding` is not negative, as steps away from the nearest code."""
     axis = quantizer.ch_axis if scale.numel() > 1 else None
     step, zero = (broadcast(p.to(weight.device), weight.dim(), axis) for p in (scale, zero_point.round()))
-    low, high = quantizer.spec.qmin - zero, quantizer.spec.qmax - zero
+    low = quantizer.spec.qmin - zero
+    high = quantizer.spec.qmax - zero
     steps = weight.detach().float() / step
     chosen = (steps.floor() + (rounding.to(steps) >= 0)).clamp(low, high)
     return (chosen - steps.round().clamp(low, high)).to(torch.int8)
@@ -232,7 +241,10 @@ def read_sign(quantizer: Quantizer, weight: Tensor | None) -> None:
 
     Its state dict does not tell. The weight does, and so does a calibration before the loading.
     """
-    seen = quantizer.observer.min_val if weight is None else weight.min()
+    if weight is None:
+        seen = quantizer.observer.min_val
+    else:
+        seen = weight.min()
     if not bool(torch.isfinite(seen).all()):
         log.warning(
             "%s: the state dict does not tell whether the original used signed codes here; calibrate before you load "

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx, nn
 
 from sparsebit.errors import ConfigError
-from sparsebit.graph.ops import is_bookkeeping, module_calls, module_of, writes_input
+from sparsebit.graph.ops import called_module, is_bookkeeping, module_calls, module_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import fresh_name, insert_module_before, replace_modules
 from sparsebit.graph.simplify import SIMPLIFIERS
@@ -43,7 +43,7 @@ log = logging.getLogger("sparsebit")
 
 @dataclass
 class BuildContext:
-    """What the passes share: the config, an example batch if there is one, and what they have to tell."""
+    """The common state of the passes: the config, an example batch if there is one, and their messages."""
 
     config: QuantConfig
     example: Any = None
@@ -54,7 +54,7 @@ class BuildContext:
 def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
     """Replace every op that has a QModule, and the layers inside islands; name the ops that stay float.
 
-    What reads only constants is computed once, so it stays as it is.
+    An op that reads only constants is computed once, so it is not replaced.
     """
     new: dict[fx.Node, tuple[str, nn.Module]] = {}
     first_call: dict[nn.Module, fx.Node] = {}
@@ -65,18 +65,30 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
             continue
         cls = _replacement(node, gm, ctx)
         if cls is None:
-            inside = 0 if _is_skipped(node, ctx) else _quantize_island(node, gm, ctx)
+            if _is_skipped(node, ctx):
+                inside = 0
+            else:
+                inside = _quantize_island(node, gm, ctx)
             if not inside:
                 ctx.float_ops[node.name] = _describe(node, gm)
             continue
-        source = module_of(node, gm) if node.op == "call_module" else node
+        if node.op == "call_module":
+            source = module_of(node, gm)
+        else:
+            source = node
         if isinstance(source, nn.Module) and any(True for _ in source.parameters()):
             first = first_call.setdefault(source, node)
             if first is not node:  # weights used again: one QModule for all calls; others get one per call
                 repeats.append((node, first))
                 continue
-        qmodule = cls(source, ctx.config) if source is node or _takes_config(cls) else cls(source)
-        qmodule.training = source.training if isinstance(source, nn.Module) else gm.training
+        if source is node or _takes_config(cls):
+            qmodule = cls(source, ctx.config)
+        else:
+            qmodule = cls(source)
+        if isinstance(source, nn.Module):
+            qmodule.training = source.training
+        else:
+            qmodule.training = gm.training
         new[node] = (_free_name(node.name, gm), qmodule)
     replace_modules(gm, new)
     for node, first in repeats:
@@ -87,9 +99,10 @@ def to_qmodules(gm: fx.GraphModule, ctx: BuildContext) -> int:
 @graph_pass("insert_input_quantizers", keeps_output=True)
 def insert_input_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
     """Give each input of a multi-input op a QIdentity that carries its quantizer; `x + x` gets one for both."""
-    inserted, calls = 0, module_calls(gm)
+    inserted = 0
+    calls = module_calls(gm)
     for node in list(gm.graph.nodes):
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if isinstance(module, MultipleInputsQuantOpr) and module.wants_input_quant(ctx.config):
             inserted += module.prepare_input_quantizer(node, gm)
         elif isinstance(module, QuantOpr) and ctx.config.a.per_call and calls[str(node.target)] > 1:
@@ -110,7 +123,8 @@ def build_quantizers(gm: fx.GraphModule, ctx: BuildContext) -> int:
             names = _names(node, inside)
             known = [*names, *_enclosing(node, inside), *places.get(module, ())]
             all_names += known
-            w, a = resolve(ctx.config.w, known), resolve(ctx.config.a, known)
+            w = resolve(ctx.config.w, known)
+            a = resolve(ctx.config.a, known)
             try:
                 module.build_quantizer(ctx.config.model_copy(update={"w": w, "a": a}))
             except ConfigError as error:
@@ -150,7 +164,7 @@ PIPELINE = [*SIMPLIFIERS, *CONVERT_PASSES, *QUANTIZER_PASSES, *FUSE_PASSES]
 
 
 def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[nn.Module] | None:
-    """The QModule class for a node; None: it stays as it is."""
+    """The QModule class for a node; None: the node is not replaced."""
     # what still writes into its input must go on doing so: a quantizer in front would hand it a copy
     if _is_skipped(node, ctx) or writes_input(node, gm):
         return None
@@ -161,13 +175,17 @@ def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[n
 
 
 def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
-    patterns = ctx.config.skip_trace_modules if node.op == "call_module" else ()
+    patterns = ()
+    if node.op == "call_module":
+        patterns = ctx.config.skip_trace_modules
     names = (str(node.target), str(node.meta.get("path", "")))
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _quantize_island(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> int:
-    return quantize_inside(module_of(node, gm), ctx.config) if node.op == "call_module" else 0
+    if node.op == "call_module":
+        return quantize_inside(module_of(node, gm), ctx.config)
+    return 0
 
 
 def _quantize_per_call(node: fx.Node, module: QuantOpr, gm: fx.GraphModule) -> int:
@@ -193,7 +211,10 @@ def _names(node: fx.Node, inside: str) -> tuple[str, str]:
     path = str(node.meta.get("path", node.name))
     if not inside:
         return node.name, path
-    prefix = f"{node.name}_" if path else ""  # in a model that stayed whole, names start at its layers
+    # in a model that stayed whole, names start at its layers
+    prefix = ""
+    if path:
+        prefix = f"{node.name}_"
     return prefix + inside.replace(".", "_"), f"{path}.{inside}".lstrip(".")
 
 
@@ -207,13 +228,17 @@ def _enclosing(node: fx.Node, inside: str) -> Iterator[str]:
 def _free_name(name: str, gm: fx.GraphModule) -> str:
     """A QModule is stored under its node's name, unless a parameter or something of torch's has that name."""
     taken = getattr(gm, name, None)
-    return name if taken is None or isinstance(taken, nn.Module) else fresh_name(gm, f"{name}_op")
+    if taken is None or isinstance(taken, nn.Module):
+        return name
+    return fresh_name(gm, f"{name}_op")
 
 
 def _describe(node: fx.Node, gm: fx.GraphModule) -> str:
     if node.op == "call_module":
         return f"{node.target} ({type(module_of(node, gm)).__name__})"
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _takes_config(cls: type) -> bool:

@@ -37,7 +37,7 @@ NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def init_QAT(qmodel: QuantModel) -> None:
     """Calibrated scales and quantization on: the start of quantization-aware training.
 
-    Ends a calibration that is under way; a model that is calibrated or loaded is taken as it is.
+    Ends a calibration that is under way; a model that is calibrated or loaded keeps its scales.
     """
     waiting = [name for name, quantizer in qmodel.named_quantizers() if not quantizer.calibrated]
     if qmodel.calibration_runner is not None:
@@ -115,7 +115,7 @@ def fold_batchnorm(qmodel: QuantModel) -> None:
 
 
 class Stages:
-    """Switches quantization on, and batch-norm statistics off, as training goes on.
+    """Switches quantization on, and batch-norm statistics off, during training.
 
     weights, activations   after how many calls of step() each is quantized; 0: from the start
     freeze_bn              after how many the running statistics are fixed; None: never
@@ -126,7 +126,10 @@ class Stages:
     def __init__(
         self, qmodel: QuantModel, weights: int = 0, activations: int = 0, freeze_bn: int | None = None
     ):
-        self.qmodel, self.weights, self.activations, self.freeze_bn = qmodel, weights, activations, freeze_bn
+        self.qmodel = qmodel
+        self.weights = weights
+        self.activations = activations
+        self.freeze_bn = freeze_bn
         self.count = 0
         self._switch()
 
@@ -161,8 +164,10 @@ def distillation_loss(
 
     Hinton et al., Distilling the Knowledge in a Neural Network, 2015. Without labels the teacher alone counts.
     """
-    student, teacher = student_logits.float() / temperature, teacher_logits.detach().float() / temperature
-    log_student, log_teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+    student = student_logits.float() / temperature
+    teacher = teacher_logits.detach().float() / temperature
+    log_student = student.log_softmax(-1)
+    log_teacher = teacher.log_softmax(-1)
     soft = (log_teacher.exp() * (log_teacher - log_student)).sum(-1).mean() * temperature**2
     if labels is None:
         return soft
@@ -189,9 +194,9 @@ class FeatureMatch:
             layers = [path for path in ours if isinstance(theirs.get(path), weighted)][1:]
         missing = [path for path in layers if path not in ours or path not in theirs]
         if missing or not layers:
-            what = (
-                f"{missing[0]!r} is not a layer of both models" if missing else "no layer is in both models"
-            )
+            what = "no layer is in both models"
+            if missing:
+                what = f"{missing[0]!r} is not a layer of both models"
             raise ConfigError(f"FeatureMatch: {what}; both have {sorted(set(ours) & set(theirs))[:5]}, ...")
         self._read: dict[tuple[str, str], Tensor] = {}
         self._handles = []
@@ -211,7 +216,8 @@ class FeatureMatch:
             raise CalibrationError("FeatureMatch: run a batch through both models before loss()")
         terms = []
         for path in self.layers:
-            student, teacher = self._read["student", path].float(), self._read["teacher", path].float()
+            student = self._read["student", path].float()
+            teacher = self._read["teacher", path].float()
             terms.append((student - teacher).square().mean() / teacher.square().mean().clamp_min(1e-12))
         self._read.clear()
         return torch.stack(terms).mean()

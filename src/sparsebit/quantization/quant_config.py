@@ -1,4 +1,4 @@
-"""QuantConfig: every key of the quantization YAML, its default, and which options go together.
+"""QuantConfig: every key of the quantization YAML, its default, and the options that exclude each other.
 
 The original left QSCHEME and BIT without a default and refused a file that did not set them. Here every key
 has one, so the smallest useful file is a single line.
@@ -96,7 +96,7 @@ class ScheduleConfig(Config):
         return True
 
     def enabled(self, task: str) -> bool:
-        """Whether a pass runs; one that nobody mentions does."""
+        """Whether a pass runs; a pass that the config does not mention runs."""
         return bool(self._options().get(self.key(task), True))
 
     @classmethod
@@ -235,7 +235,8 @@ class QuantConfig(Config):
     """All options of a quantization, checked when they are read; docs/config.md lists the keys.
 
     `QuantConfig.load` takes a YAML file, a mapping or a preset's name; `override("A.OBSERVER.TYPE", "mse")` gives a
-    changed copy, `dump()` the YAML. A wrong key or value is a ConfigError that names it and says what would be right.
+    changed copy, `dump()` the YAML. A wrong key or value is a ConfigError that names it and the values that are
+    allowed.
     """
 
     device: Device = Field(default_factory=default_device, description="cpu, cuda, cuda:0, ...")
@@ -281,8 +282,8 @@ class QuantConfig(Config):
 
     @classmethod
     def _on_preset(cls, changes: Mapping[str, Any]) -> QuantConfig:
-        """The default preset with `changes` on top; says so in the log."""
-        cls._build(changes, draft=True)  # wrong keys are named as they were written
+        """The default preset with `changes` on top; a log line reports it."""
+        cls._build(changes, draft=True)  # an error names wrong keys in the user's spelling
         config = cls._build(cls.load(DEFAULT_PRESET)._merged(changes))
         pairs = list(flat(changes))
         said = ", ".join(f"{key}: {value}" for key, value in zip(pairs[::2], pairs[1::2]))
@@ -308,7 +309,7 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **QuantConfig.json_schema()}
 
 
-# -- which options go together ---------------------------------------------------------------------------
+# -- combinations of options ---------------------------------------------------------------------------
 WHAT = {"W": "weights", "A": "activations"}
 WHY = {
     "per-tensor-affine": "has no zero points",

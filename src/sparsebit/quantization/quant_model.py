@@ -59,11 +59,12 @@ class QuantModel(nn.Module):
     config   a QuantConfig, a YAML path, a mapping or a preset name; None is the default preset.
     example  one batch, in any form that calibrate() takes: it shows which optional inputs are used and proves the
              traced graph. Without one, the first forward shows it; until then optional inputs keep their defaults.
-    trace    "fx" (torch.fx; what it cannot trace runs as it is, its layers quantized in place) or "export"
-             (torch.export, needs `example`; also matmul and add of models that torch.fx cannot trace), or "auto": the
-             first, and with an example the second, where that makes more of the model integer. The report says why.
+    trace    "fx": torch.fx. A part that it cannot trace runs unchanged, with its layers quantized in place.
+             "export": torch.export. It needs `example`, and also quantizes matmul and add of such parts.
+             "auto": torch.fx, and torch.export if there is an example and more of the model becomes integer with it.
+             The report names the choice and the reason.
     passes   your own graph passes, run after the built-in ones.
-    check    example arguments; if given, every pass must keep the float output, and the guilty one is named.
+    check    example arguments. If given, every pass must keep the float output; an error names the pass that does not.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class QuantModel(nn.Module):
         return fresh
 
     def _take(self, other: QuantModel) -> None:
-        """The graph of `other`, and what is known of it."""
-        self.model, self.pass_reports = other.model, other.pass_reports
-        self._context, self.float_ops = other._context, other.float_ops
+        """Take the graph of `other`, and all that is known about it."""
+        self.model = other.model
+        self.pass_reports = other.pass_reports
+        self._context = other._context
+        self.float_ops = other.float_ops
 
     def _run_passes(self, passes: Sequence[GraphPass]) -> None:
         self.pass_reports += run_passes(self.model, passes, self._context, self._options["check"])
@@ -165,7 +168,8 @@ class QuantModel(nn.Module):
 
     def _decide_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first batch of a model without an example: if it does not fit the graph, trace the model again."""
-        waiting, self._waiting = self._waiting, None
+        waiting = self._waiting
+        self._waiting = None
         if waiting is None or was_changed(self.model, waiting) or fits(self.model, args, kwargs):
             return
         # by torch.fx, as the first graph: layers keep their names
@@ -180,12 +184,13 @@ class QuantModel(nn.Module):
             self.prepare_calibration(asym=self.calibration_runner.store is not None)
 
     def _graph_changed(self) -> bool:
-        """Did somebody change the graph or its modules?"""
+        """Has the user changed the graph or its modules?"""
         modules = self.model._modules
         return self.model._code is not self._code or any(modules.get(n) is not m for n, m in self._makers)
 
     def _watch_graph(self) -> None:
-        self._code, self._makers = self.model._code, makers_of(self.model)
+        self._code = self.model._code
+        self._makers = makers_of(self.model)
 
     # -- calibration ---------------------------------------------------------------------------------
     def prepare_calibration(self, asym: bool = True) -> None:
@@ -216,11 +221,12 @@ class QuantModel(nn.Module):
         checkpoint: str | Path | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Scales and zero points from what was observed.
+        """Compute scales and zero points from the observed values.
 
-        `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` say
-        what of them is quantized (both, if neither is named). All batches walk the graph together then;
-        `offload` says where their values wait: "device", "cpu" or "disk". Weights of type adaround are
+        `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` choose
+        whether their weights and activations are quantized (both, if neither is named). All batches then walk the graph
+        together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type adaround
+        are
         reconstructed next; `checkpoint` and `progress` are those of reconstruct().
         """
         from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
@@ -235,7 +241,8 @@ class QuantModel(nn.Module):
         if self.cfg.schedule.enabled("float_forms") and world_size() == 1:
             choose_float_forms(self.model, self.calibration_runner.samples.calls)
         if needs_reconstruction(self.model):
-            w, a = w_quant or not a_quant, a_quant or not w_quant
+            w = w_quant or not a_quant
+            a = a_quant or not w_quant
             reconstruct(
                 self.model,
                 self.calibration_runner.inputs(),
@@ -262,7 +269,7 @@ class QuantModel(nn.Module):
     ) -> QuantModel:
         """The whole calibration over `batches` (tensors, tuples, dicts, or a DataLoader of (x, y)).
 
-        checkpoint  a folder: learned rounding that was interrupted goes on behind the last block that was finished.
+        checkpoint  a folder: an interrupted learning of the rounding is resumed behind the last finished block.
         """
         from sparsebit.graph.run.batches import feed
 
@@ -283,11 +290,11 @@ class QuantModel(nn.Module):
         progress: bool | None = None,
         offload: str = "device",
     ) -> dict[str, tuple[float, float]]:
-        """Learn the rounding of the adaround weights, block by block; calibrates first where nobody has.
+        """Learn the rounding of the adaround weights, block by block; calibrates first if the model is not calibrated.
 
-        asym        blocks see the outputs of the quantized ones before them, and make up for their errors.
-        checkpoint  a folder: an interrupted run goes on behind the last block that was finished.
-        offload     where values wait: "device", "cpu" or "disk".
+        asym        blocks see the outputs of the quantized ones before them, and compensate their errors.
+        checkpoint  a folder: an interrupted run is resumed behind the last finished block.
+        offload     the place where values wait: "device", "cpu" or "disk".
         Returns the squared error of each block before and after, as a share of its squared output.
         """
         from sparsebit.quantization.reconstruction.reconstruct import reconstruct_model
@@ -331,7 +338,7 @@ class QuantModel(nn.Module):
 
     @property
     def islands(self) -> dict[str, Island]:
-        """Parts that could not be traced, by path: each says why. Their layers are quantized in place."""
+        """Parts that could not be traced, by path, each with the reason. Their layers are quantized in place."""
         found: dict[str, Island] = self.model.meta["islands"]
         return found
 
@@ -383,7 +390,8 @@ class QuantModel(nn.Module):
         f.write(to_mermaid(self.model, bits_label(self.model)))
 
     def preflight(self, example: Any = None) -> Preflight:
-        """What is quantized with what, what stays float and why; with an example also MACs and memory."""
+        """A table: the quantizers of each op, the ops that stay float and the reasons; with an example also MACs and
+        memory."""
         from sparsebit.quantization.analysis.preflight import preflight
 
         return preflight(self, example)

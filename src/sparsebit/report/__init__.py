@@ -1,4 +1,7 @@
-"""Reports of runs: facts.py reads the folder, one file per format writes them. Needs neither torch nor a network."""
+"""Reports of runs: from_folder.py reads the folder of a run, one file per format writes the report.
+
+Needs neither torch nor a network.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from pathlib import Path
 
 from sparsebit.errors import SparsebitError
 from sparsebit.registry import Registry
-from sparsebit.report.facts import Facts, read_facts
+from sparsebit.report.facts import Facts
 from sparsebit.report.formats import FORMATS
+from sparsebit.report.from_folder import read_facts
 
 __all__ = ["FORMATS", "Facts", "read_facts", "render"]
 

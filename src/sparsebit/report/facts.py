@@ -1,20 +1,9 @@
-"""What a run has to say, from the files in its folder: run.json, layers.json, profile.json, plan.json, the certificate.
-
-The noise that a layer alone adds to the output is 10^(-SQNR/10) of the signal; its share of the sum over all layers
-is what the chart shows.
-"""
+"""Facts of a run: what a report shows, whatever its format. `from_folder.py` reads them from the folder of a run."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from sparsebit.errors import SparsebitError
-from sparsebit.report.figures import share, span
-from sparsebit.report.headline import headline
 
 HURT_MOST = 3
 
@@ -44,8 +33,8 @@ class Layer:
     scheme: str = ""
     range: str = ""
     clipped: str = ""
-    own: float | None = None  # SQNR of its own output in dB, quantized alone
-    effect: float | None = None  # SQNR of the model's output
+    own: float | None = None  # SQNR of the layer's output in dB, when only this layer is quantized
+    effect: float | None = None  # SQNR of the model's output, when only this layer is quantized
     noise: float | None = None  # its share of the noise of all layers
     bytes: int = 0
     quantized_bytes: int = 0
@@ -91,137 +80,3 @@ class Facts:
         """The layers that cost most and have a fix; their fixes were tried together."""
         ranked = sorted((x for x in self.layers if x.suggested and x.fix), key=lambda x: x.effect or 0)
         return ranked[:HURT_MOST]
-
-
-def read_facts(folder: Path) -> Facts:
-    about = _read(folder / "run.json")
-    if about is None:
-        raise SparsebitError(f"{folder}: is no folder of a run: it has no run.json")
-    try:
-        if "steps" not in about and "layers" in about:  # of sparsebit.llm, which has files of its own
-            import sparsebit
-            from sparsebit.report.llm_facts import llm_facts
-
-            return llm_facts(folder, about, sparsebit.__version__)
-        return _facts(folder, about)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise SparsebitError(f"{folder}: its files are broken, or of another version ({error!r})") from None
-
-
-def _facts(folder: Path, about: dict[str, Any]) -> Facts:
-    steps = about["steps"]
-    facts = Facts(_short(about["inputs"]["model"]), about["command"], about["sparsebit"])
-    facts.settings = about["settings"]
-    if about["command"] not in steps:
-        facts.todo.append(f"This run is not finished: repeat its command with --resume to {facts.command}.")
-        return facts
-    layers, profile = _read(folder / "layers.json"), _read(folder / "profile.json")
-    if layers is not None:
-        _add_layers(facts, layers, _read(folder / "histograms.json") or {})
-    if profile is not None:
-        _add_noise(facts.layers, profile)
-        facts.todo += list(_together(profile))
-    elif layers is not None:
-        facts.todo.append(
-            f"No error per layer yet: `sparsebit profile {folder}` measures it, and tries overrides that help."
-        )
-    graph = _read(folder / "graph.json")
-    if graph is not None:
-        nodes = [(node["name"], node["op"]) for node in graph["nodes"]]
-        facts.graph = Graph(nodes, [(a, b) for a, b in graph["edges"]], graph["mermaid"])
-    plan = _read(folder / "plan.json")
-    if plan is not None:
-        facts.pruned = list(_channels(plan))
-        facts.notes += [f"Not cut: {reason}" for reason in plan["reasons"]]
-    exported = steps.get("export")
-    if exported is not None:
-        facts.certificate = exported["certificate"]  # a file that does not hold is never put in its place
-        _add_kernels(facts.layers, _read(folder / "model.report.json"))
-    elif "failed_export" in about:
-        facts.failure, facts.alarming = about["failed_export"]["error"], ("Certificate",)
-        facts.certificate = about["failed_export"]["certificate"]
-    else:
-        facts.todo.append(f"No ONNX file yet: `sparsebit export {folder}` writes and checks one.")
-    facts.metric, facts.latency = steps.get("metric"), steps.get("latency")
-    facts.headline = list(headline(facts.command, steps, layers, profile, facts.failure))
-    return facts
-
-
-def _add_layers(facts: Facts, layers: Any, histograms: Any) -> None:
-    facts.layers = [_layer(row, layers["quantizers"], histograms) for row in layers["rows"]]
-    facts.notes += layers["notes"]
-    facts.notes += [f"{i['path'] or 'the model'} was not traced: {i['error']}" for i in layers["islands"]]
-
-
-def _layer(row: dict[str, Any], quantizers: dict[str, Any], histograms: dict[str, Any]) -> Layer:
-    mine = {name: quantizers[name] for name in row["quantizers"] if name in quantizers}
-    shown = [_histogram(q, histograms[name]) for name, q in mine.items() if name in histograms]
-    known = ("name", "path", "op", "state", "how", "bytes", "quantized_bytes", "macs", "integer", "backend")
-    return Layer(
-        **{key: row[key] for key in known},
-        bits=" ".join(f"{q['tensor']}{q['bits']}" for q in mine.values()),
-        scheme=" / ".join(dict.fromkeys(q["scheme"] for q in mine.values())),
-        range=" / ".join(span(*q["range"]) for q in mine.values()),
-        clipped=" / ".join(share(h.clipped) or "?" for h in shown),
-        histograms=shown,
-    )
-
-
-def _histogram(quantizer: Any, found: Any) -> Histogram:
-    low, high = found["range"]
-    label = f"{quantizer['tensor']}{quantizer['bits']}"
-    return Histogram(label, found["from"], found["to"], found["counts"], (low, high), found["clipped"])
-
-
-def _add_noise(layers: list[Layer], profile: Any) -> None:
-    rows = {row["name"]: row for row in profile["rows"]}
-    noise = {name: 10 ** (-float(row["effect"]) / 10) for name, row in rows.items()}
-    total = sum(noise.values()) or 1.0
-    for layer in layers:
-        row = rows.get(layer.name)
-        if row is not None:
-            layer.own, layer.effect, layer.fix = float(row["own"]), float(row["effect"]), row["fix"]
-            layer.fixed = None if row["fixed"] is None else float(row["fixed"])
-            layer.noise = noise[layer.name] / total
-            layer.suggested = layer.name in profile.get("suggested", ())
-
-
-def _together(profile: Any) -> Iterator[str]:
-    """What the suggested overrides bring, tried together."""
-    if profile.get("together") is not None:
-        before, after = float(profile["total"]), float(profile["together"])
-        yield f"Together these take the output from {before:.1f} to {after:.1f} dB."
-    elif profile["rows"]:
-        yield "No override of a few layers helps the whole model: try another preset, or more bits for all layers."
-
-
-def _add_kernels(layers: list[Layer], report: Any) -> None:
-    """Where the written file says why an op stays float, that counts more than what was expected."""
-    why = {key.rpartition(" (")[0]: text for key, text in ((report or {}).get("why_float") or {}).items()}
-    for layer in layers:
-        if layer.path in why and layer.state == "quantized":
-            layer.integer, layer.backend = False, why[layer.path]
-
-
-def _channels(plan: Any) -> Iterator[tuple[str, int, int]]:
-    """Outputs of each layer, or its inputs where only those were cut; norms have the channels of their layer."""
-    for name, axes in plan["kept"].items():
-        shape = plan["sizes"][name]
-        if name.endswith("weight") and len(shape) > 1:
-            axis = min(map(int, axes))
-            what = " (inputs)" if axis else ""
-            yield name.removesuffix(".weight") + what, shape[axis], len(axes[str(axis)])
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        raise SparsebitError(f"{path}: is broken; make the run again") from None
-
-
-def _short(spec: str) -> str:
-    """`net.py:build` of `/home/me/net.py:build`: a report may be shown to others."""
-    return spec.rpartition("/")[2]

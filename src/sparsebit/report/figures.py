@@ -11,7 +11,9 @@ def decibel(value: Any) -> str:
     if value is None:
         return ""
     number = float(value)
-    return "exact" if number == float("inf") else f"{number:.1f} dB"
+    if number == float("inf"):
+        return "exact"
+    return f"{number:.1f} dB"
 
 
 def size(n: float) -> str:

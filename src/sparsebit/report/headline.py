@@ -33,7 +33,8 @@ def headline(command: str, steps: Any, layers: Any, profile: Any, failure: str =
 
 def _quantized(layers: Any, batch: int | None) -> Iterator[Tile]:
     totals = layers["totals"]
-    before, after = totals["bytes"], totals["quantized_bytes"]
+    before = totals["bytes"]
+    after = totals["quantized_bytes"]
     yield "Parameters", f"{size(before)} → {size(after)}", f"{100 * after / max(before, 1):.0f} % of the size"
     ops = f"{totals['quantized']} of {totals['quantized'] + totals['float']} ops"
     yield "Quantized", ops, f"{totals['absorbed']} more run inside others"
@@ -44,7 +45,9 @@ def _quantized(layers: Any, batch: int | None) -> Iterator[Tile]:
 
 
 def _metric(facts: Any) -> Tile:
-    before, after, samples = facts["float"], facts["new"], facts["samples"]
+    before = facts["float"]
+    after = facts["new"]
+    samples = facts["samples"]
     label = facts["name"].capitalize()
     if not samples:
         return label, f"{before:.4g} → {after:.4g}", "before and after"
@@ -52,7 +55,8 @@ def _metric(facts: Any) -> Tile:
 
 
 def _latency(facts: Any) -> Tile:
-    before, after = facts["milliseconds"]["float"], facts["milliseconds"]["new"]
+    before = facts["milliseconds"]["float"]
+    after = facts["milliseconds"]["new"]
     cores = f"{facts['cores']} core{'s' if facts['cores'] > 1 else ''} of {facts['machine']}"
     where = f"{before / after:.1f} x as fast in onnxruntime, batch of {facts['batch']}, {cores}"
     others = busy(facts.get("others"))

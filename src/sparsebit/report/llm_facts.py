@@ -1,4 +1,4 @@
-"""What a checkpoint of `sparsebit llm quantize` has to say, from its run.json and the sizes of its files.
+"""The facts of a checkpoint of `sparsebit llm quantize`, from its run.json and the sizes of its files.
 
 The error of a layer is noted as the share of its output's energy, so its SQNR is -10 log10 of that.
 """
@@ -16,7 +16,7 @@ from sparsebit.report.facts import HURT_MOST, Facts, Layer
 from sparsebit.report.figures import decibel, size
 
 PERPLEXITY = "Perplexity"
-SAID = re.compile(r"^(runs|fits its rules|refused|failed)[,: ]*")  # what the state says already
+SAID = re.compile(r"^(runs|fits its rules|refused|failed)[,: ]*")  # words that repeat the state
 STATES = {
     "runs": "runs",
     "fits": "fits its rules",
@@ -42,8 +42,15 @@ def llm_facts(folder: Path, about: dict[str, Any], version: str) -> Facts:
 
 def _layer(name: str, method: str, row: dict[str, Any]) -> Layer:
     error = row.get("error")
-    own = None if error is None else -10 * math.log10(error) if error > 0 else math.inf
-    zeros = f", {row['sparsity']:.0%} zeros" if "sparsity" in row else ""
+    if error is None:
+        own = None
+    elif error > 0:
+        own = -10 * math.log10(error)
+    else:
+        own = math.inf
+    zeros = ""
+    if "sparsity" in row:
+        zeros = f", {row['sparsity']:.0%} zeros"
     found = Layer(name, name, "Linear", "quantized", method, f"W{row['bits']}", f"{method}{zeros}", own=own)
     found.bytes, found.quantized_bytes = row.get("bytes", (0, 0))
     return found
@@ -57,9 +64,15 @@ def _headline(folder: Path, about: dict[str, Any]) -> Iterator[tuple[str, str, s
         remark = f"KL to float {kl:.3g} nats, on {measured['tokens']} {held} tokens"
         yield PERPLEXITY, f"{before:.4g} → {after:.4g}", remark
     files = [file.stat().st_size for file in folder.glob("*.safetensors")]
-    before, after = about.get("float_bytes", 0), sum(files)
-    grown = f"{100 * after / before:.0f} % of the size; " if before else ""
-    sizes = f"{size(before)} → {size(after)}" if before else size(after)
+    before = about.get("float_bytes", 0)
+    after = sum(files)
+    grown = ""
+    if before:
+        grown = f"{100 * after / before:.0f} % of the size; "
+    if before:
+        sizes = f"{size(before)} → {size(after)}"
+    else:
+        sizes = size(after)
     yield "Checkpoint", sizes, f"{grown}{len(files)} files, {about['run']['format']}"
     for row in about.get("readers", ()):
         name = f"{row['reader']} {row['version']}".strip()

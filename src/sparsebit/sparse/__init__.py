@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sparsebit.sparse.depth.merge_blocks import merge
     from sparsebit.sparse.depth.shorten_branches import find_branches, shorten
     from sparsebit.sparse.plan import Plan
+    from sparsebit.sparse.prune import prune_blocks
     from sparsebit.sparse.schedule import Schedule
     from sparsebit.sparse.sparse_model import SparseModel
     from sparsebit.sparse.zeros import keep_zeros
@@ -24,6 +25,7 @@ __all__ = [
     "keep_zeros",
     "merge",
     "parse_sconfig",
+    "prune_blocks",
     "shorten",
 ]
 
@@ -34,6 +36,7 @@ HOMES = {
     "find_branches": "depth.shorten_branches",
     "keep_zeros": "zeros",
     "merge": "depth.merge_blocks",
+    "prune_blocks": "prune",
     "shorten": "depth.shorten_branches",
 }
 

@@ -27,7 +27,7 @@ from sparsebit.graph.trace import own_copy, unwrapped
 from sparsebit.sparse.checkpoints import as_written_here
 from sparsebit.sparse.choose.additions import layers_before_additions
 from sparsebit.sparse.choose.calibrate import show
-from sparsebit.sparse.choose.channels import choose_channels
+from sparsebit.sparse.choose.channels import Amount, choose_channels
 from sparsebit.sparse.choose.plugin_masks import ask_layers
 from sparsebit.sparse.choose.single_weights import mask_single_weights
 from sparsebit.sparse.cut import masks
@@ -205,8 +205,7 @@ class SparseModel(nn.Module):
         return self
 
     def refit(self, batches: Any, whole: Any = None, progress: bool | None = None) -> SparseModel:
-        """Fit the layers that read less than before to the outputs of `whole`, by default the model as it was
-        given.
+        """Fit the layers with fewer inputs than before to the outputs of `whole`, by default the original model.
 
         Call it after calc_params(). It needs no targets; mend/layerwise.py explains the method.
         """
@@ -297,7 +296,7 @@ class SparseModel(nn.Module):
         section = self.cfg.sparser
         walk = self.walk()
         decided = ask_layers(self.calls(), oprs, share)
-        cut = choose_channels(self.model, walk, section, decided, share, budget, progress)
+        cut = choose_channels(self.model, walk, Amount(section, share, budget), decided, progress)
         if section.refit and any(opr.moments is not None for opr in oprs.values()):
             self._part("REFIT")
             refit(cut, oprs)

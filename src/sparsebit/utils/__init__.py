@@ -1,4 +1,4 @@
-"""Small helpers that scripts of the original project import."""
+"""Legacy: small helpers that scripts of the original project import."""
 
 from __future__ import annotations
 

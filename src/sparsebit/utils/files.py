@@ -35,6 +35,6 @@ def whole_path(path: str | Path) -> Iterator[Path]:
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner can read
         os.replace(name, path)
-    except BaseException:
+    except BaseException:  # also on Ctrl-C
         Path(name).unlink(missing_ok=True)
         raise

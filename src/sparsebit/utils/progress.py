@@ -16,7 +16,7 @@ SHOWN: ContextVar[bool | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def bars(shown: bool) -> Iterator[None]:
-    """Inside, a bar is shown if `shown`, and not otherwise. A program that draws a line by itself says False."""
+    """Inside the block, a bar is shown only if `shown`. A program that draws its line itself passes False."""
     around = SHOWN.get()
     SHOWN.set(shown)
     try:

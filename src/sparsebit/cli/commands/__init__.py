@@ -1,1 +1,1 @@
-"""One file is one command: it registers with `sparsebit.cli.app.app`, and imports what is heavy when it runs."""
+"""One file is one command: it registers with `sparsebit.cli.app.app`, and imports heavy packages only when it runs."""

@@ -42,8 +42,14 @@ def check(
         report = qmodel.preflight(batches[0])
         pruning = _pruning(net, batches[0])
     ok = bool(report.totals["quantized"])
-    text = f"{_layers(pruning)}\n\n{report}" if verbose else report.short()
-    hint = [] if verbose else ["more         --verbose shows every op and every layer"]
+    if verbose:
+        text = f"{_layers(pruning)}\n\n{report}"
+    else:
+        text = report.short()
+    if verbose:
+        hint = []
+    else:
+        hint = ["more         --verbose shows every op and every layer"]
     show(
         {"ok": ok, **report.as_dict(), "pruning": pruning}, "\n".join([text, *_summary(pruning), *hint]), json
     )
@@ -78,7 +84,8 @@ def _layers(pruning: dict[str, Any]) -> str:
 
 
 def _summary(pruning: dict[str, Any], most: int = 3) -> list[str]:
-    rows, fixed = pruning["layers"], pruning["fixed"]
+    rows = pruning["layers"]
+    fixed = pruning["fixed"]
     channels = sum(row["may_go"] for row in rows.values())
     lines = [f"pruning      {channels} channels of {len(rows)} layers can be removed"]
     lines += [f"             stays: {why}" for why in fixed[:most]]

@@ -63,4 +63,6 @@ def _load(file: str) -> Any:
     from sparsebit.sparse.sparse_config import SparseConfig
 
     keys = {str(key).upper() for key in read_yaml(file)}
-    return SparseConfig.load(Path(file)) if "SPARSER" in keys else QuantConfig.load(Path(file))
+    if "SPARSER" in keys:
+        return SparseConfig.load(Path(file))
+    return QuantConfig.load(Path(file))

@@ -1,4 +1,4 @@
-"""`sparsebit list`: what is registered, with its first line of help and its options."""
+"""`sparsebit list`: the registered plug-ins, each with its first line of help and its options."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def list_command(
 
 
 def rows_of(plugins: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """One row per plug-in: its name, what it is, and its options, sorted by name.
+    """One row per plug-in: its name, its description, and its options, sorted by name.
 
     Plug-ins for ops have objects as keys; their row has the name of the class, and all ops that it is for.
     """
@@ -83,7 +83,7 @@ def first_line(plugin: Any) -> str:
 
 
 def _options(plugin: Any) -> Iterator[str]:
-    """`ALPHA = 0.001  what it means` of a class with Params; `alpha = 0.5` of an LLM method."""
+    """`ALPHA = 0.001 the meaning` of a class with Params; `alpha = 0.5` of an LLM method."""
     fields = getattr(getattr(plugin, "Params", None), "model_fields", {})
     for name, field in fields.items():
         text = f"{name.upper()} = {field.get_default(call_default_factory=True)}"

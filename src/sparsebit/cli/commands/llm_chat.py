@@ -30,8 +30,12 @@ def chat(
     if json and prompt is None:
         raise InputError("--json: needs a --prompt")
     with status("loading the model"):
-        tokenizer, model = load_tokenizer(source), load_model(source)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        tokenizer = load_tokenizer(source)
+        model = load_model(source)
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature}
+    else:
+        sampling = {"do_sample": False}
     ways = {"max_new_tokens": max_tokens, **sampling}
     if prompt is not None:
         result = _answer(model, tokenizer, prompt, ways, quiet=json)
@@ -50,24 +54,28 @@ def _answer(model: Any, tokenizer: Any, prompt: str, ways: dict[str, Any], quiet
 
     templated = getattr(tokenizer, "chat_template", None)
     message = [{"role": "user", "content": prompt}]
-    text = (
-        tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        if templated
-        else prompt
-    )
+    if templated:
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    else:
+        text = prompt
     given = tokenizer(text, return_tensors="pt", add_special_tokens=not templated)["input_ids"]
     if not given.numel():
         raise InputError("--prompt: has no tokens")
-    streamer = (
-        None if quiet else TextStreamer(tokenizer, skip_prompt=bool(templated), skip_special_tokens=True)
-    )
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if quiet:
+        streamer = None
+    else:
+        streamer = TextStreamer(tokenizer, skip_prompt=bool(templated), skip_special_tokens=True)
+    if tokenizer.pad_token_id is not None:
+        pad = tokenizer.pad_token_id
+    else:
+        pad = tokenizer.eos_token_id
     start = time.perf_counter()
     with torch.no_grad():
         out = model.generate(
             given, attention_mask=torch.ones_like(given), streamer=streamer, pad_token_id=pad, **ways
         )
-    seconds, new = time.perf_counter() - start, out[0, given.shape[1] :]
+    seconds = time.perf_counter() - start
+    new = out[0, given.shape[1] :]
     answer = tokenizer.decode(new, skip_special_tokens=True)
     return {"prompt": prompt, "answer": answer, "tokens": len(new), "tokens_per_second": len(new) / seconds}
 

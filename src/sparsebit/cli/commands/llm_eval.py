@@ -29,7 +29,8 @@ def evaluate(
     from sparsebit.utils.progress import tracked
 
     with status("loading the model and the text"):
-        tokens, model = read_tokens(data, source), load_model(source)
+        tokens = read_tokens(data, source)
+        model = load_model(source)
     if model.config.is_encoder_decoder:
         name = type(model).__name__
         raise InputError(

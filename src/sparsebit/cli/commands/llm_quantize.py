@@ -31,7 +31,7 @@ def quantize(
 ) -> None:
     """Quantize the decoder blocks of a language model, and write a checkpoint that others load.
 
-    The model is read block by block, so it need not fit into memory. What is not said is decided by the method.
+    The model is read block by block, so it need not fit into memory. The method decides the options that you leave out.
     """
     from sparsebit.cli.inputs.tokens import model_folder
     from sparsebit.cli.runs.run import again
@@ -42,7 +42,10 @@ def quantize(
     start()
     from sparsebit import llm as library
 
-    batches = None if data is None else _batches(source, data, samples, length)
+    if data is None:
+        batches = None
+    else:
+        batches = _batches(source, data, samples, length)
     try:
         report = library.quantize(source, batches, save=output, **keywords)
     except KeyboardInterrupt:
@@ -77,7 +80,9 @@ def _batches(folder: Path, data: str, samples: int, length: int | None) -> list[
         tokens = read_tokens(data, folder)
     config = call(str(folder), lambda: AutoConfig.from_pretrained(folder))
     found = windows(tokens, check_tokens(data, tokens, config, length), samples)
-    return in_halves(found) if config.is_encoder_decoder else found
+    if config.is_encoder_decoder:
+        return in_halves(found)
+    return found
 
 
 def _check_output(folder: Path, resume: bool) -> None:

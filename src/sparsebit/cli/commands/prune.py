@@ -13,11 +13,11 @@ from sparsebit.cli.inputs.inputs import Inputs, example_of
 from sparsebit.cli.terminal.output import InputError, show
 from sparsebit.cli.terminal.progress import start, status
 
-Ratio = Annotated[float | None, typer.Option(help="the share of channels that goes")]
-Macs = Annotated[float | None, typer.Option(help="the share of multiplications that stays")]
-Params = Annotated[float | None, typer.Option(help="the share of parameters that stays")]
-Latency = Annotated[float | None, typer.Option(help="the share of time that stays, on this machine")]
-SparserName = Annotated[str, typer.Option(help="what decides, see: sparsebit list sparsers")]
+Ratio = Annotated[float | None, typer.Option(help="the share of channels to remove")]
+Macs = Annotated[float | None, typer.Option(help="the share of multiplications that remains")]
+Params = Annotated[float | None, typer.Option(help="the share of parameters that remains")]
+Latency = Annotated[float | None, typer.Option(help="the share of time on this machine that remains")]
+SparserName = Annotated[str, typer.Option(help="the criterion, see: sparsebit list sparsers")]
 RoundTo = Annotated[
     int,
     typer.Option(
@@ -25,11 +25,14 @@ RoundTo = Annotated[
     ),
 ]
 Scope = Annotated[str, typer.Option(help="layer: the same share of each; global: of all together")]
-Heads = Annotated[str, typer.Option(help="of attention: whole ones go, or the same dimension of each")]
+Heads = Annotated[str, typer.Option(help="of attention: remove whole heads, or the same dimension of each")]
 Merge = Annotated[
-    str, typer.Option(help="residual blocks that first go into the next one: auto, how many, or a,b,c")
+    str,
+    typer.Option(help="experimental: residual blocks to merge into the next one: auto, how many, or a,b,c"),
 ]
-Depth = Annotated[str, typer.Option(help="residual branches that become a linear layer: how many, or a,b,c")]
+Depth = Annotated[
+    str, typer.Option(help="experimental: residual branches that become a linear layer: how many, or a,b,c")
+]
 
 
 @command("prune", "sparsebit prune net.py:build --input-shape 1,3,224,224 --macs 0.5 -o runs/half")
@@ -78,7 +81,10 @@ def prune(
     _check_model(model, net)
     with running(output, "prune", inputs, asked, resume) as run:
         small = _pruned(run, net, batches, how, data is not None)
-        exported = steps.export_step(run, small, batches, fixed_batch) if export else {"ok": None}
+        if export:
+            exported = steps.export_step(run, small, batches, fixed_batch)
+        else:
+            exported = {"ok": None}
         compare.compare(run, net, small, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
         steps.refresh_report(output)
@@ -110,7 +116,9 @@ def _blocks(text: str) -> int | str | list[str]:
     """auto, 4, or names: layer1.0,layer1.1."""
     if text == "auto":
         return text
-    return int(text) if text.removeprefix("-").isdecimal() else text.split(",")
+    if text.removeprefix("-").isdecimal():
+        return int(text)
+    return text.split(",")
 
 
 def _check_settings(how: dict[str, Any], data: str | None) -> None:
@@ -139,10 +147,15 @@ def _check_model(spec: str, net: Any) -> None:
 
 def _cut(net: Any, batches: list[Any], asked: dict[str, Any], with_data: bool) -> Any:
     import sparsebit
+    from sparsebit.sparse import prune_blocks
 
-    asked = {**asked, "round_to": asked["round_to"] or None}  # 0 is what prune() does if nothing is said
+    asked = {**asked, "round_to": asked["round_to"] or None}  # 0 is the default of prune()
+    blocks = {name: asked.pop(name) for name in ("merge", "depth")}
     with status("choosing and removing channels", batches if with_data else None) as shown:
-        return sparsebit.prune(net, example_of(net, batches[0]), batches=shown, **asked)
+        example = example_of(net, batches[0])
+        if any(blocks.values()):
+            return prune_blocks(net, example, batches=shown, **blocks, **asked)
+        return sparsebit.prune(net, example, batches=shown, **asked)
 
 
 def _costs(net: Any, small: Any, batch: Any) -> dict[str, Any]:
@@ -162,6 +175,8 @@ def _text(result: dict[str, Any], small: Any) -> str:
     facts = result["prune"]
     rows = {"parameters": facts["params"], "MACs": facts["macs"]}
     lines = [f"{k:<12} {count(a)} -> {count(b)} ({share(b, a)})" for k, (a, b) in rows.items()]
-    plan = [str(small.pruning_plan)] if hasattr(small, "pruning_plan") else []
+    plan = []
+    if hasattr(small, "pruning_plan"):
+        plan = [str(small.pruning_plan)]
     certificate = result["export"].get("certificate", [])
     return "\n".join([*plan, *lines, *certificate, *compare.lines(result), f"written to   {result['run']}"])

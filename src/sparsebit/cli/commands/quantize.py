@@ -63,7 +63,10 @@ def quantize(
                 layers = steps.describe(run, qmodel, batches[0])
                 facts.update(samples=sum(map(length, batches)), batch=length(batches[0]))
                 facts.update(_sizes(layers["totals"]))
-        exported = steps.export_step(run, qmodel, batches, fixed_batch, tune) if export else {"ok": None}
+        if export:
+            exported = steps.export_step(run, qmodel, batches, fixed_batch, tune)
+        else:
+            exported = {"ok": None}
         compare.compare(run, net, qmodel, batches, output / steps.ONNX, metric)
         warn_if_slower(run)
         steps.refresh_report(output)
@@ -82,7 +85,8 @@ def _text(result: dict[str, Any]) -> str:
     from sparsebit.cli.runs import compare
     from sparsebit.quantization.analysis.text import size
 
-    facts, exported = result["quantize"], result["export"]
+    facts = result["quantize"]
+    exported = result["export"]
     lines = [
         f"quantized    {facts['quantized']} ops on {facts['samples']} samples, {facts['float']} ops stay float",
         f"parameters   {size(facts['bytes'])} -> {size(facts['quantized_bytes'])}",

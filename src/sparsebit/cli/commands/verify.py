@@ -62,9 +62,9 @@ def file_of(folder: Path) -> Path:
         return folder / ONNX
     if (folder / ABOUT).is_file():
         others = sorted(path.name for path in folder.glob("*.onnx"))
-        advice = (
-            f"verify one of its files: {', '.join(others)}" if others else "write it with: sparsebit export"
-        )
+        advice = "write it with: sparsebit export"
+        if others:
+            advice = f"verify one of its files: {', '.join(others)}"
         raise InputError(f"{folder}: this run has no {ONNX}; {advice}")
     if (folder / "config.json").is_file():
         raise InputError(

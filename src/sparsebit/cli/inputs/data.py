@@ -15,7 +15,8 @@ from sparsebit.cli.terminal.output import InputError, one_line
 FORMS = "a folder of images, .npz, .npy, .txt, or file.py:loader"
 IMAGES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 PICKLES = {".pkl", ".pickle", ".pt", ".pth"}
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's
+MEAN = (0.485, 0.456, 0.406)  # of ImageNet
+STD = (0.229, 0.224, 0.225)
 MOST_TOKENS = 128
 PIXELS = 30.0  # normalised images stay far below
 FEW = 8  # samples
@@ -42,7 +43,7 @@ def load_batches(
             f"{spec}: pickles can run code, so they are refused; save an .npy or .npz, or {FORMS}"
         )
     else:
-        raise InputError(f"{spec}: what is this? --data takes {FORMS}")
+        raise InputError(f"{spec}: is no known form of data; --data takes {FORMS}")
     if not batches:
         raise InputError(f"{spec}: has no samples; a few dozen are enough")
     _refuse_non_finite(spec, batches)
@@ -73,7 +74,9 @@ def absolute(spec: str) -> str:
     where, _, name = spec.rpartition(":")
     if where.endswith(".py"):
         return f"{Path(where).resolve()}:{name}"
-    return str(Path(spec).resolve()) if Path(spec).exists() else spec
+    if Path(spec).exists():
+        return str(Path(spec).resolve())
+    return spec
 
 
 # -- arrays ----------------------------------------------------------------------------------------------
@@ -84,9 +87,15 @@ def _arrays(
 
     try:
         found = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
-        arrays = {"": found} if isinstance(found, np.ndarray) else {k: found[k] for k in found.files}
+        if isinstance(found, np.ndarray):
+            arrays = {"": found}
+        else:
+            arrays = {k: found[k] for k in found.files}
     except ValueError as error:
-        why = "objects are pickled in it" if _is_pickled(error) else one_line(error)
+        if _is_pickled(error):
+            why = "objects are pickled in it"
+        else:
+            why = one_line(error)
         raise InputError(f"{path}: cannot be read: {why}; save arrays of numbers") from None
     except (OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
         raise InputError(f"{path}: is broken: {one_line(error)}") from None
@@ -100,7 +109,7 @@ def _arrays(
         if array.shape[1:] != shape[1:]:
             raise InputError(
                 f"{path}: its samples have the shape {_text_shape(array.shape[1:])}, "
-                f"--input-shape says {_text_shape(shape[1:])}"
+                f"--input-shape asks for {_text_shape(shape[1:])}"
             )
     tensors = {name: _tensor(path, name, a[:samples], model) for name, a in arrays.items()}
     split = {name: t.split(batch_size) if len(t) else () for name, t in tensors.items()}
@@ -118,7 +127,9 @@ def _argument_names(path: Path, model: Any, names: list[str]) -> list[str]:
     """Arrays that are called like the arguments of the forward are given by name, others in their order."""
     import inspect
 
-    known = list(inspect.signature(model.forward).parameters) if hasattr(model, "forward") else []
+    known = []
+    if hasattr(model, "forward"):
+        known = list(inspect.signature(model.forward).parameters)
     fitting = [name for name in names if name in known]
     if fitting == names:
         return names
@@ -139,7 +150,9 @@ def _tensor(path: Path, name: str, array: Any, model: Any) -> Any:
     if tensor.is_floating_point():
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
         return tensor.to(next(floats, torch.float32))
-    return tensor if tensor.dtype is torch.bool else tensor.long()
+    if tensor.dtype is torch.bool:
+        return tensor
+    return tensor.long()
 
 
 def _text_shape(shape: tuple[int, ...]) -> str:
@@ -154,7 +167,7 @@ def _images(folder: Path, shape: tuple[int, ...] | None, batch_size: int, sample
     optional("PIL", f"{folder}: a folder of images")
     if shape is not None and len(shape) == 4 and shape[1] not in (1, 3):
         raise InputError(
-            f"{folder}: an image has 1 or 3 channels, --input-shape says {shape[1]}; give such inputs as .npy"
+            f"{folder}: an image has 1 or 3 channels, --input-shape asks for {shape[1]}; give such inputs as .npy"
         )
     if shape is None or len(shape) != 4:
         raise InputError(f"{folder}: images of which size? add --input-shape 1,3,224,224")
@@ -180,7 +193,8 @@ def _image(path: Path, shape: tuple[int, ...]) -> Any:
     scale = max(height / image.height, width / image.width) / 0.875
     size = (max(round(image.width * scale), width), max(round(image.height * scale), height))
     image = image.resize(size, Image.Resampling.BILINEAR)
-    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    left = (size[0] - width) // 2
+    top = (size[1] - height) // 2
     pixels = np.asarray(image.crop((left, top, left + width, top + height)), dtype=np.float32) / 255
     x = torch.from_numpy(pixels.copy()).reshape(height, width, channels).permute(2, 0, 1)
     return (x - torch.tensor(MEAN[:channels])[:, None, None]) / torch.tensor(STD[:channels])[:, None, None]
@@ -209,7 +223,10 @@ def _of_loader(spec: str, samples: int) -> list[Any]:
     from torch import Tensor
 
     found = find_object(spec)
-    batches = call(spec, found) if callable(found) and not hasattr(found, "__iter__") else found
+    if callable(found) and not hasattr(found, "__iter__"):
+        batches = call(spec, found)
+    else:
+        batches = found
     if isinstance(batches, (Tensor, Mapping)):
         return [batches]
     if not isinstance(batches, Iterable):
@@ -255,7 +272,8 @@ def _doubt_pixels(spec: str, batch: Any) -> None:
 
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 4 and leaf.is_floating_point() and leaf.numel():
-            low, high = float(leaf.min()), float(leaf.max())
+            low = float(leaf.min())
+            high = float(leaf.max())
             if low >= 0 and high > PIXELS:
                 log.warning(
                     "%s: values from %.3g to %.3g look like pixels that are not normalised; give the inputs as in "

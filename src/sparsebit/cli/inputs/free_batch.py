@@ -42,7 +42,7 @@ def _named(model: Any, batch: Any) -> dict[str, Any]:
 
 
 def _sizes(model: Any, batch: Any) -> set[int]:
-    """Of the first axes; 0 for what has none."""
+    """The sizes of the first axes; 0 for a value without axes."""
     import torch
 
     values = _named(model, batch).values()

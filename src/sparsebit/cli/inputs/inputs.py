@@ -1,4 +1,5 @@
-"""What a command works on, as it was named: model, weights, data. Kept in run.json, and loaded again from there."""
+"""The inputs of a command by their names: model, weights, data. run.json keeps the names, and they are loaded again
+from there."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ class Inputs:
 
     def load(self) -> tuple[Any, list[Any]]:
         """The model, and batches it has been seen to run on; without data, one of random numbers."""
-        shape = data_forms.parse_shape(self.input_shape) if self.input_shape else None
+        shape = None
+        if self.input_shape:
+            shape = data_forms.parse_shape(self.input_shape)
         for name in ("batch_size", "samples"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: must be at least 1, got {getattr(self, name)}")
@@ -38,7 +41,9 @@ class Inputs:
             return data_forms.load_batches(self.data, model, shape, self.batch_size, self.samples, self.model)
         if shape is not None:
             return [data_forms.random_batch(shape)]
-        raise InputError("what goes into the model? add --data, or --input-shape such as 1,3,224,224")
+        raise InputError(
+            "the command has no input for the model: add --data, or --input-shape such as 1,3,224,224"
+        )
 
     def absolute(self) -> dict[str, Any]:
         """For run.json: valid from any folder."""
@@ -67,19 +72,25 @@ def _call(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
-    """A model and data that do not fit are no fault of what comes next."""
+    """Check that the model takes the data, so that the next step is not blamed."""
     import torch
     from torch.utils import _pytree as pytree
 
-    runs = model.module() if isinstance(model, torch.export.ExportedProgram) else model
+    if isinstance(model, torch.export.ExportedProgram):
+        runs = model.module()
+    else:
+        runs = model
     device = next((p.device for p in runs.parameters()), torch.device("cpu"))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), _call(model, batch))
     try:
         with torch.no_grad():
             runs(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's forward may raise anything
         shapes = [tuple(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        given = f"--data {inputs.data}" if inputs.data else f"--input-shape {inputs.input_shape}"
+        if inputs.data:
+            given = f"--data {inputs.data}"
+        else:
+            given = f"--input-shape {inputs.input_shape}"
         raise InputError(
             f"{given}: {inputs.model} does not run on inputs of shape {', '.join(map(str, shapes))}: "
             f"{one_line(error)}{_hint(args)}"
@@ -87,13 +98,13 @@ def _check_runs(inputs: Inputs, model: Any, batch: Any) -> None:
 
 
 def _hint(args: tuple[Any, ...]) -> str:
-    """Pictures as they are stored: whole numbers, and colours behind height and width."""
+    """True for pictures in the layout of image files: whole numbers, and colours behind height and width."""
     import torch
 
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor) or first.dim() != 4 or first.is_floating_point():
         return ""
-    order = (
-        " with the colours on axis 1" if first.shape[-1] in (1, 3) and first.shape[1] not in (1, 3) else ""
-    )
+    order = ""
+    if first.shape[-1] in (1, 3) and first.shape[1] not in (1, 3):
+        order = " with the colours on axis 1"
     return f"; it holds whole numbers: give floats as in training, mostly (x / 255 - mean) / std{order}"

@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import os
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from sparsebit.cli.inputs.objects import call, find_object
+from sparsebit.cli.inputs.weights import load_weights, refuse_scripted_file
 from sparsebit.cli.terminal.output import InputError, did_you_mean, one_line, say
 
 FORMS = "file.py:factory, package.module:factory, timm:name, torchvision:name, hf:DIR or a .pt2 file"
@@ -43,11 +43,11 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     else:
         model = _of_factory(spec)
     if weights is not None:
-        from sparsebit.cli.inputs.weights import load_weights
-
         load_weights(model, spec, Path(weights))
     _refuse_non_finite(model, weights or spec)
-    return model if isinstance(model, export.ExportedProgram) else _in_float32(spec, model.eval())
+    if isinstance(model, export.ExportedProgram):
+        return model
+    return _in_float32(spec, model.eval())
 
 
 def _in_float32(spec: str, model: Any) -> Any:
@@ -70,7 +70,9 @@ def absolute(spec: str) -> str:
     path, _, name = spec.rpartition(":")
     if path.endswith(".py"):
         return f"{Path(path).resolve()}:{name}"
-    return str(Path(spec).resolve()) if spec.endswith(".pt2") else spec
+    if spec.endswith(".pt2"):
+        return str(Path(spec).resolve())
+    return spec
 
 
 def _of_factory(spec: str) -> Any:
@@ -90,18 +92,6 @@ def _of_factory(spec: str) -> Any:
     return found
 
 
-def refuse_scripted_file(path: Path) -> None:
-    """torch.jit.save writes a zip as torch.save does, with compiled code in it."""
-    if not path.is_file() or not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        is_scripted = any("/code/" in name for name in archive.namelist())
-    if is_scripted:
-        from sparsebit.graph.trace import SCRIPTED
-
-        raise InputError(f"{path}: {SCRIPTED}")
-
-
 def _exported(path: Path) -> Any:
     import torch
 
@@ -111,7 +101,7 @@ def _exported(path: Path) -> Any:
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # torch.export.load would run pickled code
     try:
         return torch.export.load(str(path))
-    except Exception as error:
+    except Exception as error:  # torch.export.load raises errors of many libraries
         raise InputError(
             f"{path}: is no exported program that can be read safely: {one_line(error)}"
         ) from None

@@ -19,7 +19,10 @@ def find_object(spec: str) -> Any:
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise InputError(f"{spec}: which function of it? write {spec.strip(':')}:name")
-    module = _of_file(spec, Path(where)) if where.endswith(".py") else _of_package(spec, where)
+    if where.endswith(".py"):
+        module = _of_file(spec, Path(where))
+    else:
+        module = _of_package(spec, where)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -31,7 +34,7 @@ def find_object(spec: str) -> Any:
 
 
 def call(spec: str, function: Any) -> Any:
-    """The user's function; what it raises is told in one line, with the line of the file."""
+    """Call the user's function. Its exception becomes one line, with the line of the file."""
     try:
         return function()
     except (Exception, SystemExit) as error:
@@ -68,7 +71,9 @@ def _of_package(spec: str, name: str) -> ModuleType:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"No module named {name!r}")
     except (ModuleNotFoundError, ValueError) as error:
-        hint = "; a file is named with its ending, as net.py:build" if Path(f"{name}.py").exists() else ""
+        hint = ""
+        if Path(f"{name}.py").exists():
+            hint = "; a file is named with its ending, as net.py:build"
         raise InputError(f"{spec}: {one_line(error)}{hint}") from None
     module: ModuleType = call(spec, lambda: importlib.import_module(name))
     return module
@@ -80,4 +85,6 @@ def _place(error: BaseException) -> str:
         return f" at line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     own = [f for f in frames if not f.filename.startswith("<") and "/sparsebit/cli/" not in f.filename]
-    return f" at {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
+    if own:
+        return f" at {Path(own[-1].filename).name} line {own[-1].lineno}"
+    return ""

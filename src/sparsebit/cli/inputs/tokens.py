@@ -20,7 +20,7 @@ TABLES = {
     ".jsonl",
     ".parquet",
     ".tsv",
-}  # their text holds more than what is to be read
+}  # their text holds more than the document
 USUAL_LENGTH = 512
 
 
@@ -73,7 +73,8 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_tokens(spec: str, folder: Path) -> Any:
-    """(n,) of a text, by the tokenizer of the model's own folder; .npy as it is, (n,) or (count, n)."""
+    """(n,) of a text, by the tokenizer of the model's own folder; a .npy file is read without a tokenizer, (n,) or
+    (count, n)."""
     path = Path(spec)
     if path.is_dir():
         raise InputError(f"{spec}: is a folder without .npz files; --data takes {FORMS}")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsebit.cli.inputs.models import refuse_scripted_file
 from sparsebit.cli.terminal.output import InputError, one_line
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "net")  # what training scripts put around the weights
@@ -24,7 +24,8 @@ def load_weights(model: Any, spec: str, path: Path) -> None:
     if not names & set(state):  # saved under DataParallel
         state = {name.removeprefix("module."): value for name, value in state.items()}
     counters = {name for name in names if name.endswith("num_batches_tracked")}
-    missing, extra = sorted(names - set(state) - counters), sorted(set(state) - names)
+    missing = sorted(names - set(state) - counters)
+    extra = sorted(set(state) - names)
     if missing or extra:
         said = [f"{len(n)} {w} ({n[0]})" for n, w in ((missing, "missing"), (extra, "unknown to it")) if n]
         raise InputError(f"{path}: does not fit {spec}: of {len(names)} weights {', '.join(said)}")
@@ -43,9 +44,14 @@ def read_weights(path: Path) -> dict[str, Any]:
     from torch import Tensor
 
     if not path.is_file():
-        what = "is a folder; name the file of weights" if path.is_dir() else "no such file"
+        what = "no such file"
+        if path.is_dir():
+            what = "is a folder; name the file of weights"
         raise InputError(f"{path}: {what}")
-    found = _safetensors(path) if path.suffix == ".safetensors" else _torch_file(path)
+    if path.suffix == ".safetensors":
+        found = _safetensors(path)
+    else:
+        found = _torch_file(path)
     for key in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -90,3 +96,15 @@ def _torch_file(path: Path) -> Any:
         raise InputError(f"{path}: is broken or no file of weights: {one_line(error)}") from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         raise InputError(f"{path}: is broken or no file of weights: {one_line(error)}") from None
+
+
+def refuse_scripted_file(path: Path) -> None:
+    """torch.jit.save writes a zip as torch.save does, with compiled code in it."""
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        is_scripted = any("/code/" in name for name in archive.namelist())
+    if is_scripted:
+        from sparsebit.graph.trace import SCRIPTED
+
+        raise InputError(f"{path}: {SCRIPTED}")

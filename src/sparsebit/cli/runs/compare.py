@@ -24,7 +24,7 @@ from sparsebit.cli.terminal.progress import status
 from sparsebit.errors import ExportError
 from sparsebit.report.figures import busy
 
-GUESSES = 16  # samples from which a top-1 says something
+GUESSES = 16  # with fewer samples a top-1 has no meaning
 HEARD = 8  # batches at most, for the SQNR
 log = logging.getLogger("sparsebit")
 
@@ -46,7 +46,7 @@ def compare(run: Run, net: Any, small: Any, batches: list[Any], file: Path, metr
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What was measured, for --json and for people."""
+    """The measured figures, for --json and for people."""
     steps = ("sqnr", "metric", "latency")
     return {step: run.about["steps"][step] for step in steps if run.done(step)}
 
@@ -56,14 +56,20 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     if "sqnr" in result:
         facts = result["sqnr"]
         db = float(facts["db"])
-        noise = f"{db:.1f} dB" if math.isfinite(db) else "exact" if db > 0 else "lost"
+        if math.isfinite(db):
+            noise = f"{db:.1f} dB"
+        elif db > 0:
+            noise = "exact"
+        else:
+            noise = "lost"
         found.append(f"SQNR         {noise} against float, on {facts['samples']} samples")
     if "metric" in result:
         facts = result["metric"]
         found.append(f"{facts['name']:<12} {facts['float']:.4g} -> {facts['new']:.4g}")
     if "latency" in result:
         facts = result["latency"]
-        old, new = facts["milliseconds"]["float"], facts["milliseconds"]["new"]
+        old = facts["milliseconds"]["float"]
+        new = facts["milliseconds"]["new"]
         found.append(
             f"latency      {old:.3g} ms -> {new:.3g} ms in onnxruntime, batch of {facts['batch']}, "
             f"{facts['cores']} cores"
@@ -75,7 +81,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def where_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Where the time of the new file goes."""
+    """The ops that take the time of the new file."""
     where = facts.get("where")
     if not where or not where["integer_time"]:  # a pruned model has no integers
         return []
@@ -103,19 +109,25 @@ def measure_sqnr(net: Any, small: Any, batches: list[Any]) -> dict[str, Any] | N
             if len({tuple(map(str, found)) for found in shapes}) > 1:
                 return None
             noise.add(new, real)
-    return {"db": noise.db, "samples": sum(map(length, batches))} if noise.signal else None
+    if noise.signal:
+        return {"db": noise.db, "samples": sum(map(length, batches))}
+    return None
 
 
 def runnable(net: Any) -> Any:
     """A module, also of an exported program."""
     from torch import export
 
-    return net.module() if isinstance(net, export.ExportedProgram) else net
+    if isinstance(net, export.ExportedProgram):
+        return net.module()
+    return net
 
 
 def _answer(model: Any, batch: Any) -> Any:
     example = example_of(model, batch)
-    return model(**example) if isinstance(example, dict) else model(*example)
+    if isinstance(example, dict):
+        return model(**example)
+    return model(*example)
 
 
 # -- latency ---------------------------------------------------------------------------------------------
@@ -149,7 +161,7 @@ def _write_float(net: Any, batch: Any, path: Path) -> None:
 
 
 def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
-    """Milliseconds by name, on one sample where the files take batches of any size; and where the time goes."""
+    """Milliseconds by name, on one sample where the files take batches of any size; and the ops that take the time."""
     from torch import Tensor
     from torch.utils import _pytree as pytree
 
@@ -192,11 +204,9 @@ def _why_float(file: Path) -> dict[str, str]:
 
 def _cores() -> list[int]:
     """Those this process may use."""
-    return (
-        sorted(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else list(range(os.cpu_count() or 1))
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def machine() -> str:
@@ -219,9 +229,11 @@ def check_metric(spec: str | None) -> None:
 def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:
     """`spec(model, batches)` of both models, or the share of right labels where the batches have labels."""
     net = runnable(net)
-    name, samples = "top-1", sum(len(y) for y in _labels(net, batches))
+    name = "top-1"
+    samples = sum(len(y) for y in _labels(net, batches))
     if spec is not None:
-        name, samples = spec.rpartition(":")[2], 0  # which samples it takes is its own affair
+        name = spec.rpartition(":")[2]
+        samples = 0  # the function chooses its samples
     elif not samples:
         return None
     with status(f"measuring {name}"):
@@ -266,13 +278,15 @@ def _value(spec: str | None, model: Any, batches: list[Any]) -> float | None:
 
 
 def _labels(model: Any, batches: list[Any]) -> list[Any]:
-    """What stands behind the inputs of a tuple: whole numbers, one per sample. [] if a batch has none."""
+    """The targets behind the inputs of a tuple: whole numbers, one per sample. [] if a batch has none."""
     import torch
 
     found = []
     for batch in batches:
         inputs = example_of(model, batch)
-        rest = batch[len(inputs) :] if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple) else ()
+        rest = ()
+        if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple):
+            rest = batch[len(inputs) :]
         if len(rest) != 1 or not isinstance(rest[0], torch.Tensor) or rest[0].is_floating_point():
             return []
         if rest[0].dim() != 1 or len(rest[0]) != len(inputs[0]):

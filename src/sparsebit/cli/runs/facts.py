@@ -1,4 +1,5 @@
-"""What a report shows of a quantized model beside its layers: histograms of what is rounded, and the graph."""
+"""More facts for the report of a quantized model, beside its layers: histograms of the rounded values, and the
+graph."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ BINS = 64
 def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
     """By quantizer: 64 counts between the extremes, the range it can hold, and the share of values beyond it.
 
-    Weights whole, activations on one batch, both as they are in the float model.
+    Weights are counted whole, activations on one batch, both with the values of the float model.
     """
     from sparsebit.quantization.layers import as_calls, undisturbed
 
@@ -29,7 +30,7 @@ def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
 
 
 def _looker(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """A quantizer that is called again, as in a loop, is shown as it was first called."""
+    """Of a quantizer that is called several times, as in a loop, the first call is shown."""
     import torch
 
     def look(quantizer: Any, args: tuple[Any, ...]) -> None:
@@ -47,7 +48,8 @@ def _histogram(quantizer: Any, x: Any) -> dict[str, Any]:
 
     qparams = quantizer.current_qparams()
     low, high = minmax_from_qparams(qparams, quantizer.spec)
-    first, last = float(x.min()), float(x.max())
+    first = float(x.min())
+    last = float(x.max())
     width = max(last - first, 1e-12)
     place = ((x.reshape(-1) - first) * (BINS / width)).long().clamp_(0, BINS - 1)
     return {
@@ -78,7 +80,7 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
 # -- graph -----------------------------------------------------------------------------------------------
 def graph_of(qmodel: Any) -> dict[str, Any]:
     """Nodes in the order they run, and who reads whom; what only carries a quantizer is left out."""
-    from sparsebit.graph.ops import module_of
+    from sparsebit.graph.ops import called_module
     from sparsebit.quantization.layers import carries_for
 
     gm = qmodel.model
@@ -88,7 +90,7 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
     edges: list[list[int]] = []
     for node in gm.graph.nodes:
         sources = [s for n in node.all_input_nodes for s in carried.get(n, [n])]
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if node.op == "get_attr" or (module is not None and carries_for(node) is not None):
             carried[node] = sources
             continue
@@ -103,5 +105,10 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
 def _op(node: Any, module: Any) -> str:
     if node.op in ("placeholder", "output"):
         return "input" if node.op == "placeholder" else "output"
-    name = type(module).__name__ if module is not None else getattr(node.target, "__name__", str(node.target))
-    return name[1:] if name[:1] == "Q" and name[1:2].isupper() else name
+    if module is not None:
+        name = type(module).__name__
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
+    if name[:1] == "Q" and name[1:2].isupper():
+        return name[1:]
+    return name

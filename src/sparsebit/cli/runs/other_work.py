@@ -1,4 +1,4 @@
-"""How much other programs work meanwhile: what is timed beside them takes longer than it has to."""
+"""How much other programs work at the same time: they make every timing longer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ class OtherWork:
     """From its making on; this process and its ended children do not count."""
 
     def __init__(self) -> None:
-        self.clock, self.all, self.own = time.monotonic(), _of_all(), _of_this()
+        self.clock = time.monotonic()
+        self.all = _of_all()
+        self.own = _of_this()
 
     def cores(self) -> float | None:
         """That other programs took, on average; None where the system does not say."""
-        seconds, now = time.monotonic() - self.clock, _of_all()
+        seconds = time.monotonic() - self.clock
+        now = _of_all()
         if self.all is None or now is None or seconds <= 0:
             return None
         others = (now - self.all) - (_of_this() - self.own)

@@ -1,4 +1,4 @@
-"""Run: a folder with run.json, which says what was asked and which steps are finished, and with a log."""
+"""Run: a folder with run.json, which holds the settings and the finished steps, and with a log."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from sparsebit.cli.terminal.output import InputError, Interrupted, plain, same
 from sparsebit.errors import SparsebitError
 from sparsebit.utils.files import write_whole
 
-ABOUT, LOG = "run.json", "log.txt"
+ABOUT = "run.json"
+LOG = "log.txt"
 log = logging.getLogger("sparsebit")
 
 
 class Run:
     def __init__(self, folder: Path, about: dict[str, Any]):
-        self.folder, self.about = folder, about
+        self.folder = folder
+        self.about = about
 
     @classmethod
     def open(cls, folder: Path) -> Run:
@@ -34,7 +36,9 @@ class Run:
             about = json.loads((folder / ABOUT).read_text("utf-8"))
             Inputs(**about["inputs"]), about["command"], about["settings"], about["steps"]
         except FileNotFoundError:
-            what = "is no folder of a run: it has no run.json" if folder.is_dir() else "no such folder"
+            what = "no such folder"
+            if folder.is_dir():
+                what = "is no folder of a run: it has no run.json"
             raise InputError(f"{folder}: {what}") from None
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{folder / ABOUT}: is broken, or was written by another version") from None
@@ -58,8 +62,9 @@ class Run:
 
     @contextmanager
     def step(self, name: str) -> Iterator[dict[str, Any]]:
-        """Work that counts only when it is whole; what is put into the mapping is kept in run.json."""
-        start, facts = time.perf_counter(), dict[str, Any]()
+        """A step that counts only when it is complete; run.json keeps the entries of the mapping."""
+        start = time.perf_counter()
+        facts = dict[str, Any]()
         log.info("step %s", name)
         yield facts
         self.finish(name, time.perf_counter() - start, **facts)
@@ -76,17 +81,18 @@ class Run:
 def running(
     folder: Path, command: str, inputs: Inputs, settings: Mapping[str, Any], resume: bool
 ) -> Iterator[Run]:
-    """The folder of a new run, or of one to go on with.
+    """The folder of a new run, or of a run that is resumed.
 
-    After an error in its first step nothing is left of it; after Ctrl-C it stays, and says how to go on.
+    After an error in the first step it is removed. After Ctrl-C it stays, and the message explains how to resume.
     """
     asked = {"command": command, "inputs": inputs.absolute(), "settings": plain(settings)}
     fresh = check_output(folder, asked, resume)
     made = [p for p in (folder, *folder.absolute().parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    run = (
-        Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}}) if fresh else Run.open(folder)
-    )
+    if fresh:
+        run = Run(folder, {"sparsebit": sparsebit.__version__, **asked, "steps": {}})
+    else:
+        run = Run.open(folder)
     try:
         with _logged(folder / LOG):
             run.save()
@@ -108,7 +114,9 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     if not folder.exists() or not any(folder.iterdir()):
         place = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
-            what = "cannot be written to" if place.is_dir() else "is a file"
+            what = "is a file"
+            if place.is_dir():
+                what = "cannot be written to"
             raise InputError(f"--output {folder}: {place} {what}; name another folder")
         return True
     if not (folder / ABOUT).is_file():
@@ -144,7 +152,7 @@ def _logged(path: Path) -> Iterator[None]:
         logger.addHandler(handler)
     try:
         yield
-    except Exception:
+    except Exception:  # logged and raised again
         log.info("stopped by an error", exc_info=True)
         raise
     finally:

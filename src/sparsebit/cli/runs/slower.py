@@ -21,7 +21,10 @@ def warn_if_slower(run: Any) -> None:
     ratio = times["new"] / times["float"]
     if ratio < SLOWER:
         return
-    reason = _of_pruned(run) if run.command == "prune" else _of_quantized(run, times["float"])
+    if run.command == "prune":
+        reason = _of_pruned(run)
+    else:
+        reason = _of_quantized(run, times["float"])
     log.warning("the new file is slower than the float one, %.2f x its time: %s", ratio, reason)
 
 
@@ -33,8 +36,11 @@ def _of_pruned(run: Any) -> str:
 
 
 def _of_quantized(run: Any, float_ms: float) -> str:
-    config, layers = run.about["settings"]["config"], _read(run.folder / "layers.json")
-    totals, w, a = layers.get("totals", {}), config["W"], config["A"]
+    config = run.about["settings"]["config"]
+    layers = _read(run.folder / "layers.json")
+    totals = layers.get("totals", {})
+    w = config["W"]
+    a = config["A"]
     if config["BACKEND"] != "onnxruntime":
         return f"the config is for {config['BACKEND']}, and onnxruntime was timed: --preset w8a8 is for onnxruntime"
     if a["QUANTIZER"]["DISABLE"]:

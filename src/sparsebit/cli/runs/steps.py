@@ -15,7 +15,9 @@ from sparsebit.cli.terminal.output import InputError, one_line, say, show_error
 from sparsebit.cli.terminal.progress import status
 from sparsebit.errors import CalibrationError, ExportError, SparsebitError
 
-WEIGHTS, PLAN, ONNX = "model.safetensors", "plan.json", "model.onnx"
+WEIGHTS = "model.safetensors"
+PLAN = "plan.json"
+ONNX = "model.onnx"
 FAILED = "failed_export"  # a key of run.json
 COMPARED = 3  # batches on which an exported file is compared
 log = logging.getLogger("sparsebit")
@@ -23,7 +25,8 @@ log = logging.getLogger("sparsebit")
 
 # -- quantized models ------------------------------------------------------------------------------------
 def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) -> Any:
-    """Quantize as `sparsebit.quantize` does, and save. An interrupted learning of the rounding goes on next time."""
+    """Quantize as `sparsebit.quantize` does, and save. An interrupted learning of the rounding is resumed the next
+    time."""
     import sparsebit
 
     checkpoint = run.folder / "reconstruction"
@@ -36,7 +39,7 @@ def quantize(run: Run, model: Any, batches: list[Any], config: Any, trace: str) 
 
 @contextmanager
 def of_data(data: str | None) -> Iterator[None]:
-    """What is wrong with a batch is told with the name of the data."""
+    """An error about a batch gets the name of the data."""
     try:
         yield
     except CalibrationError as error:
@@ -64,11 +67,12 @@ def load_quantized(run: Run, model: Any, batches: list[Any]) -> Any:
 
 
 def describe(run: Run, qmodel: Any, example: Any) -> dict[str, Any]:
-    """What the report reads: every op, histograms of what is rounded, the graph."""
+    """Write the files that the report reads: every op, histograms of the rounded values, the graph."""
     from sparsebit.cli.runs.facts import graph_of, histograms_of
 
     with status("looking at every layer"):
-        layers, histograms = layers_of(qmodel, example), histograms_of(qmodel, example)
+        layers = layers_of(qmodel, example)
+        histograms = histograms_of(qmodel, example)
     run.write("layers.json", layers)
     run.write("histograms.json", histograms, indent=None)
     run.write("graph.json", graph_of(qmodel), indent=None)
@@ -93,7 +97,7 @@ def layers_of(qmodel: Any, example: Any) -> dict[str, Any]:
 
 # -- pruned models ---------------------------------------------------------------------------------------
 def save_pruned(run: Run, small: Any) -> None:
-    """plan.json says which channels stay (structured only), the weights are as they are afterwards."""
+    """plan.json has the channels that are kept (structured pruning only). The weights are those after pruning."""
     from safetensors.torch import save
 
     from sparsebit.utils.files import write_whole
@@ -122,7 +126,10 @@ def finished(run: Run) -> Any:
     if not run.done(step):
         raise InputError(f"{run.folder}: its {step} is not finished; repeat its command with --resume")
     model, batches = run.inputs.load()
-    load = load_quantized if run.command == "quantize" else load_pruned
+    if run.command == "quantize":
+        load = load_quantized
+    else:
+        load = load_pruned
     with status("loading the run"):
         return load(run, model, batches), batches, model
 
@@ -152,7 +159,10 @@ def write_onnx(
 
     example, axes = (batches[0], None) if fixed_batch else free_batch(model, batches[0])
     # with their labels: these say where the classes are
-    more = batches[1:COMPARED] if example is batches[0] else batches[:COMPARED]
+    if example is batches[0]:
+        more = batches[1:COMPARED]
+    else:
+        more = batches[:COMPARED]
     try:
         with status("writing the ONNX file, running it, comparing"):
             if hasattr(model, "export_onnx"):
@@ -208,7 +218,7 @@ def certificate_lines(report: Any) -> list[str]:
 
 
 def refresh_report(folder: Path) -> None:
-    """report.html of a run, with what is there now."""
+    """Write report.html of a run from the files that it has now."""
     from sparsebit.report import render
     from sparsebit.utils.files import write_whole
 
@@ -216,7 +226,7 @@ def refresh_report(folder: Path) -> None:
 
 
 def check_onnx(path: Path) -> None:
-    """A file that onnx cannot read, said in one line."""
+    """The error of a file that onnx cannot read, in one line."""
     import onnx
 
     try:

@@ -18,14 +18,19 @@ class InputError(SparsebitError, ValueError):
 
 
 class Interrupted(Exception):
-    """Ctrl-C in something that can go on; the message says how."""
+    """Ctrl-C in a run that can be resumed; the message explains how."""
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The message of somebody else's exception, on one line."""
-    text = str(error) if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    """The message of a foreign exception, on one line."""
+    if isinstance(error, str):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 3]}..."
 
 
 def did_you_mean(name: str, options: Iterable[str]) -> str:
@@ -59,7 +64,9 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    return str(value)
 
 
 def show_json(value: Any) -> None:

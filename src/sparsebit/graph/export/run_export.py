@@ -53,7 +53,7 @@ def run_export(
             build = outputs[-1]
             if not _agrees(exported, model, (args, kwargs)):
                 raise TraceError("the exported graph computes another output than the model")
-        except Exception as error:
+        except Exception as error:  # torch.export fails in many ways; the next form is tried
             trouble = trouble or error
             continue
         if trouble is not None:
@@ -102,7 +102,7 @@ def _explained(
     try:
         with torch.no_grad():
             model(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the user's forward may raise anything
         return TraceError(f"{type(model).__name__} does not run on the example: {_first_line(error)}")
     return TraceError(
         f"torch.export cannot trace {type(model).__name__}: {_first_line(trouble)}\n  fix: trace='fx' keeps what it "
@@ -111,7 +111,8 @@ def _explained(
 
 
 def _attempts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, int, Any]]:
-    """Tuples (what stays fixed, number of dynamic leading axes, example). torch.export fixes sizes of 1, so a
+    """Tuples (a text that names the fixed sizes, number of dynamic leading axes, example). torch.export fixes sizes of
+    1, so a
     batch of one is doubled."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
     single = bool(tensors) and all(x.shape[0] == 1 for x in tensors)
@@ -137,7 +138,7 @@ def _agrees(exported: nn.Module, model: nn.Module, call: Any) -> bool:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 results.append(pytree.tree_leaves(Call(*call).run(module)))
-        except Exception:
+        except Exception:  # of the model: the call proves nothing; of the graph only: they differ
             return module is model
         finally:
             for buffer, value in buffers:

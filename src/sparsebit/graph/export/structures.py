@@ -204,7 +204,7 @@ def _wanted(leaf: Any) -> Any:
 
 
 def _compare(value: Any, wanted: Any, sizes: dict[Any, int]) -> str:
-    """What was expected instead of `value`, or ""; adds the sizes of symbols."""
+    """The expected form in place of `value`, or ""; adds the sizes of symbols."""
     if wanted is UNKNOWN:
         return ""
     if not isinstance(wanted, tuple):

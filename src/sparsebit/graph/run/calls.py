@@ -124,7 +124,9 @@ def to_device(value: Any, device: torch.device | None) -> Any:
         return value
 
     def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, (Tensor, PackedSequence)) else x  # type: ignore[arg-type]
+        if isinstance(x, (Tensor, PackedSequence)):
+            return x.to(device)  # type: ignore[arg-type]
+        return x
 
     return pytree.tree_map(moved, value, is_leaf=lambda x: isinstance(x, PackedSequence))
 

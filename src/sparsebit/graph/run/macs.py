@@ -24,7 +24,10 @@ def parts(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
     macs = int(flop_registry[packet](*args, **kwargs, out_val=out)) // 2
     if "attention" in packet.__name__:
         return [(macs // 2, args[:2]), (macs - macs // 2, (None, args[2]))]
-    first = 1 if packet in (aten.addmm, aten.baddbmm) else 0  # the addend comes first
+    # the addend comes first
+    first = 0
+    if packet in (aten.addmm, aten.baddbmm):
+        first = 1
     return [(macs, args[first : first + 2])]
 
 

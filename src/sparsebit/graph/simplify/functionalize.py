@@ -159,7 +159,10 @@ def _plain_form(node: fx.Node) -> Any:
     if node.kwargs.get("inplace") is True:
         return "inplace"
     name = getattr(node.target, "__name__", "")
-    spaces = (torch, F) if name.endswith("_") else ()  # torch.relu_, F.elu_
+    # torch.relu_, F.elu_
+    spaces = ()
+    if name.endswith("_"):
+        spaces = (torch, F)
     own = next((space for space in spaces if getattr(space, name, None) is node.target), None)
     return getattr(own, name.removesuffix("_"), None)
 

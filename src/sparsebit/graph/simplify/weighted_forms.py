@@ -254,7 +254,8 @@ def _experts(v: dict[str, Any], rank: int | None) -> Made:
     }
 
 
-_WB, _STATS = ("weight", "bias"), ("running_mean", "running_var")
+_WB = ("weight", "bias")
+_STATS = ("running_mean", "running_var")
 _CONV = ("input", *_WB, "stride", "padding", "dilation", "groups")
 _CONV_T = ("input", *_WB, "stride", "padding", "output_padding", "groups", "dilation")
 _SPARSE = ("scale_grad_by_freq", "sparse")
@@ -262,8 +263,10 @@ _BAG_INPUTS = ("input", "offsets", "per_sample_weights")
 _BAG = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
 _NORM = ("input", "normalized_shape")
 _GROUPS = ("input", "num_groups", *_WB, "eps")
-_BN_SLOTS, _IN_SLOTS = (*_STATS, *_WB), (*_WB, *_STATS)
-_BN_OPTIONS, _IN_OPTIONS = ("training", "momentum", "eps"), ("use_input_stats", "momentum", "eps")
+_BN_SLOTS = (*_STATS, *_WB)
+_IN_SLOTS = (*_WB, *_STATS)
+_BN_OPTIONS = ("training", "momentum", "eps")
+_IN_OPTIONS = ("use_input_stats", "momentum", "eps")
 _PRELU = Form(("input", "weight"), ("weight",), _prelu)
 _MATMUL = Matmul(("input", "weight"), ("weight",), _linear, spelled=(("other", "weight"), ("mat2", "weight")))
 _ADDMM = Matmul(

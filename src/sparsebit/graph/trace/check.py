@@ -25,13 +25,13 @@ def disagreement(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> 
     with evaluating(model), evaluating(gm):
         try:
             expected = _run(model, example)
-        except Exception as error:
+        except Exception as error:  # the user's forward may raise anything
             raise TraceError(
                 f"the model does not run on the example: {type(error).__name__}: {error}"
             ) from error
         try:
             wrong = difference(_run(gm, example), expected)
-        except Exception as error:
+        except Exception as error:  # the graph runs the user's code
             return island("", error)
         if wrong is None or difference(_run(model, example), expected):
             return None  # a model that differs from itself proves nothing

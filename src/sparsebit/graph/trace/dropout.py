@@ -92,7 +92,7 @@ def mark_rates(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
     try:
         with evaluating(root, training=True):
             there = list(map(_rate, _attention(tracer.trace(root))))
-    except Exception as error:
+    except Exception as error:  # the user's code in training mode; the trace in eval mode is kept
         log.info("not traced in training mode: %s: %s", type(error).__name__, error)
         there = []
     finally:

@@ -115,7 +115,7 @@ def _trace_around_islands(model: nn.Module, tracer: LeafTracer) -> tuple[nn.Modu
                 mark_rates(copied, graph, tracer)
                 settle_lists(graph, lists)
             state.settle()
-        except Exception as error:
+        except Exception as error:  # the user's forward runs on proxies and may raise anything
             tracer.islands[""] = island("", error)
         if len(tracer.namespaces) > recorded:  # the next trace records the call that stopped this one
             tracer.islands = known
@@ -211,7 +211,7 @@ def own_copy(model: nn.Module) -> nn.Module:
     left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
     try:
         copied = copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
-    except Exception as error:
+    except Exception as error:  # the user's classes may define __deepcopy__
         raise TraceError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Sparsebit works on a "
             f"copy and never changes your model; detach non-leaf tensors stored in the model, or give the "

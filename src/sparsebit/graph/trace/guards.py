@@ -132,7 +132,7 @@ def guard_inputs(gm: fx.GraphModule, fixed: dict[str, Any]) -> None:
         with gm.graph.inserting_before(first):
             gm.graph.call_function(as_traced, (name, node, fixed[name]))
         if fixed[name] is None:
-            node.type = Optional[Tensor]  # noqa: UP045  TorchScript takes inputs for tensors unless told
+            node.type = Optional[Tensor]  # noqa: UP045  TorchScript takes inputs for tensors without it
         elif type(fixed[name]) in (bool, int, float, str):
             node.type = type(fixed[name])
     gm.recompile()

@@ -105,7 +105,7 @@ class LeafTracer(fx.Tracer):
             out = super().call_module(m, forward, args, kwargs)
             state.settle()
             return out
-        except Exception as error:
+        except Exception as error:  # the user's forward runs on proxies; the module becomes an island
             self._erase_after(mark)
             self.module_stack = stack
             self.islands[path] = island(path, error)
@@ -153,7 +153,7 @@ class LeafTracer(fx.Tracer):
         mark = self._last_node()
         try:
             out = target(*args, **kwargs)
-        except Exception:
+        except Exception:  # the user's function may refuse proxies; it is recorded as one call
             out = None
         if isinstance(out, fx.Proxy):
             return out
@@ -292,7 +292,9 @@ def like(example: Any, proxy: Any) -> Any:
 
 
 def _same_type(example: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    return values if type(example) is dict else type(example)(values)  # type: ignore[call-arg]
+    if type(example) is dict:
+        return values
+    return type(example)(values)  # type: ignore[call-arg]
 
 
 class State:

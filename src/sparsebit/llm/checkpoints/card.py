@@ -1,4 +1,4 @@
-"""README.md of an output folder: what it is, how it was made, how large it is, and who runs it."""
+"""README.md of an output folder: it describes the checkpoint, its settings, its size, and the programs that run it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CARD = "README.md"
 
 
 def write_card(report: Report, run: dict[str, Any], config: dict[str, Any]) -> None:
-    """`run` is what was asked for."""
+    """`run` holds the settings of the user."""
     lines = [*_head(report, config), *_sizes(report), *_quality(report), *_recipe(run), *_readers(report)]
     write_whole(report.folder / CARD, ("\n".join(lines) + "\n").encode())
 
@@ -21,7 +21,10 @@ def write_card(report: Report, run: dict[str, Any], config: dict[str, Any]) -> N
 def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
     from sparsebit import __version__
 
-    what = f"{report.average_bits:.3g} bits" if report.sparsity is None else f"{report.sparsity:.0%} zeros"
+    if report.sparsity is None:
+        what = f"{report.average_bits:.3g} bits"
+    else:
+        what = f"{report.sparsity:.0%} zeros"
     yield "---"
     yield "library_name: transformers"
     yield f"tags: [{'quantized' if report.sparsity is None else 'pruned'}, sparsebit]"
@@ -48,7 +51,8 @@ def _head(report: Report, config: dict[str, Any]) -> Iterator[str]:
 
 def _sizes(report: Report) -> Iterator[str]:
     files = sum(path.stat().st_size for path in report.folder.glob("*.safetensors"))
-    quantized, left = sum(report.sizes.values()), sum(report.left.values())
+    quantized = sum(report.sizes.values())
+    left = sum(report.left.values())
     others = sum(size for name, size in report.layout.kept if not report.layout.inside(name))
     yield "| | |"
     yield "|---|---|"

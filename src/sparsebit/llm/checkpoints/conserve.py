@@ -1,4 +1,5 @@
-"""Nothing is lost: every tensor of the source is in what was written, as it was, packed, or tied to one that is."""
+"""A check that no tensor is lost: the checkpoint has every tensor of the source, unchanged, packed, or tied to
+another."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from sparsebit.llm.models.sources import InMemory, tied_names
 
 
 def check_conserved(source: InMemory, layers: Iterable[str], layout: Format, written: Iterable[str]) -> None:
-    """Raises an error with the names that are missing or that nobody knows; config.json is written only afterwards.
+    """Raises an error with the names that are missing or unknown; config.json is written only afterwards.
 
     layers   that are quantized, by their names in the model.
     written  names in the files.
     """
-    written, layers = set(written), list(layers)
+    written = set(written)
+    layers = list(layers)
     floats, packed = _sorted_out(written, layout, source.names)
     plan = source.names.plan(floats - set(source.extra), lambda key: ())
     arrived = set(plan.made) | {f"{layer}.weight" for layer in packed}

@@ -38,8 +38,12 @@ def load(folder: str | Path, model: nn.Module | None = None, dtype: torch.dtype 
     dense = config.get("sparsebit", {}).get("format") == "dense"
     if not settings and not dense:
         raise ConfigError(f"{path}: has no quantization_config; this checkpoint is not quantized")
-    model = copy.deepcopy(model) if model is not None else skeleton(folder)
-    files, names = tensor_files(folder), Names(model)
+    if model is not None:
+        model = copy.deepcopy(model)
+    else:
+        model = skeleton(folder)
+    files = tensor_files(folder)
+    names = Names(model)
     extra = set(config.get("sparsebit", {}).get("extra", []))
     layers: list[str] = []
     if not dense:
@@ -80,7 +84,7 @@ def _unfold(model: nn.Module, names: Names, keys: list[str]) -> None:
                 lambda name, shape, owner=owner: names.parts[f"{owner}.{name}"],  # type: ignore[misc]
             )
     for path in owners:
-        with contextlib.suppress(AttributeError):  # said better where the layer is looked for
+        with contextlib.suppress(AttributeError):  # the search for the layer gives the clearer message
             turn(model.get_submodule(path))
 
 

@@ -1,6 +1,6 @@
-"""save_pretrained of a model that `llm.load` made: its own format again, with the codes and scales that it has now.
+"""save_pretrained of a model that `llm.load` made: the same format, with the current codes and scales.
 
-transformers' own method would write the buffers of packed layers, which nobody reads.
+The method of transformers would write the buffers of packed layers, which no program reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sparsebit.llm.models.sources import read_tensors, tensor_files, tied_names
 from sparsebit.utils.files import write_whole
 
 INDEX = "model.safetensors.index.json"
-OWN = ("packed", "scales", "zeros", "g_idx")  # buffers of a packed layer; its bias is stored as it is
+OWN = ("packed", "scales", "zeros", "g_idx")  # buffers of a packed layer; its bias is stored unchanged
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Saver:
     """Takes the place of a model's `save_pretrained`; copies and pickles of the model get their own."""
 
     def __init__(self, model: nn.Module, origin: Origin) -> None:
-        self.model, self.origin = model, origin
+        self.model = model
+        self.origin = origin
 
     def __call__(
         self,
@@ -112,7 +113,9 @@ def _extra(origin: Origin) -> dict[str, Tensor]:
         raise ConfigError(
             f"save_pretrained: {len(names)} tensors, such as {names[0]!r}, are only in {origin.folder}, which is gone"
         )
-    return dict(read_tensors(tensor_files(origin.folder), names)) if names else {}
+    if names:
+        return dict(read_tensors(tensor_files(origin.folder), names))
+    return {}
 
 
 def _config(model: Any, packed: dict[str, QuantLinear], layout: Format, origin: Origin) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A checkpoint that grows block by block; every file is there as a whole or not at all, so a killed run goes on.
+"""A checkpoint that grows block by block. A file is complete or absent, so a killed run can be resumed.
 
-One safetensors file per block, one for the rest, an index, config.json, and run.json, which says what is being made:
-a folder never mixes two runs.
+One safetensors file per block, one for the rest, an index, config.json, and run.json, which names the settings of the
+run: a folder never mixes two runs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,23 @@ from torch import Tensor
 from sparsebit.errors import ConfigError
 from sparsebit.utils.files import write_whole
 
-RUN, INDEX, REST = "run.json", "model.safetensors.index.json", "model-rest.safetensors"
-BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "generation_config.json",
-          "chat_template*", "added_tokens.json", "preprocessor_config.json", "*processor_config.json",
-          "normalizer.json", "*.spm", "spiece.model")  # fmt: skip
+RUN = "run.json"
+INDEX = "model.safetensors.index.json"
+REST = "model-rest.safetensors"
+BESIDE = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "*processor_config.json",
+    "normalizer.json",
+    "*.spm",
+    "spiece.model",
+)
 
 
 class Store:

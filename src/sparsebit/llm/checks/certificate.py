@@ -30,7 +30,9 @@ from sparsebit.llm.report import Report
 from sparsebit.llm.walk.job import Job
 
 log = logging.getLogger("sparsebit")
-EQUAL, NEAR = 1e-4, 2e-2  # of the logits' size: the order of sums; scales that were rounded to half precision
+# shares of the logits' size
+EQUAL = 1e-4  # the order of sums differs
+NEAR = 2e-2  # scales were rounded to half precision
 TOKENS = 32  # that are tried
 TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
@@ -40,12 +42,17 @@ class Certificate:
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that the reader runs. Where it runs none, no work begins."""
-        self.source, self.job, self.force = source, job, grids.force
+        self.source = source
+        self.job = job
+        self.force = grids.force
         self.inputs: dict[str, Tensor] = {}
-        reader, tried = READERS[grids.reader](), []
+        reader = READERS[grids.reader]()
+        tried = []
         for specs in choices(source, job.format, grids):
             plan = plan_of(source, job, mixed(specs, grids.candidates) if grids.candidates else specs)
-            verdicts = verdicts_on(plan) if is_transformers(source.model) else {}
+            verdicts = {}
+            if is_transformers(source.model):
+                verdicts = verdicts_on(plan)
             tried.append((specs, plan, verdicts))
             reason = refusal(reader, verdicts)
             if not reason:
@@ -56,7 +63,7 @@ class Certificate:
                 f"model: none of the {len(source.layout.names())} layers in its blocks has a name in checkpoints that "
                 "readers know, so that nothing would be quantized; force=True (--force) packs them for llm.load"
             )
-        if reason and not grids.force:  # the last choice says most: it is the one that readers could unpack
+        if reason and not grids.force:  # the last choice is the best witness: readers could unpack it
             raise ConfigError(_refused(reader, reason, tried[-1][2]))
         specs, self.plan, self.verdicts = tried[0]
         job.specs.update(specs)
@@ -67,7 +74,9 @@ class Certificate:
             return batches
         first, rest = first_of(batches)
         self.inputs = {k: v.cpu().clone() for k, v in inputs_of(self.source.model, first).items()}
-        return batches if isinstance(batches, (Tensor, Mapping, Sequence)) else rest
+        if isinstance(batches, (Tensor, Mapping, Sequence)):
+            return batches
+        return rest
 
     def final(self) -> dict[str, Any]:
         """config.json, with the grids that were chosen and the words that readers want in it."""
@@ -103,7 +112,7 @@ class Certificate:
 
 
 def verdicts_on(plan: Plan) -> dict[str, Verdict]:
-    """What each reader says."""
+    """The answer of each reader."""
     return {reader.TYPE: reader().judge(plan) for reader in READERS.values() if plan.format in reader.formats}
 
 
@@ -115,11 +124,13 @@ def refusal(reader: Reader, verdicts: Mapping[str, Verdict]) -> str:
 
 
 def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> str:
-    """What is said in place of a run, with what to do."""
+    """The message in place of a run, with the remedy."""
     others = {name: verdict.reason for name, verdict in verdicts.items() if name != reader.TYPE}
     fit = [name for name, why in others.items() if not why]
     also = "; ".join(f"{name}: {why}" for name, why in others.items() if why)
-    way = f"name a reader that does (reader= or --reader: {', '.join(fit)}), " if fit else ""
+    way = ""
+    if fit:
+        way = f"name a reader that does (reader= or --reader: {', '.join(fit)}), "
     return (
         f"reader: {' '.join([reader.TYPE, reader.version()]).strip()} would not run this checkpoint: {reason}"
         f"{f' ({also})' if also else ''}. Choose other options or another format, {way}"
@@ -157,7 +168,8 @@ def certify(
 
 
 def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
-    """What is tried: a few tokens of the first batch; of other inputs the whole batch, which cannot be cut blindly."""
+    """The input of the trial: a few tokens of the first batch. Other inputs cannot be cut safely, so the whole batch is
+    taken."""
     args, kwargs = Call.of(batch, signature_of(model))
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
@@ -167,7 +179,8 @@ def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def _compared(reader: Reader, folder: Path, ours: _Ours) -> Row:
-    name, version = reader.TYPE, reader.version()
+    name = reader.TYPE
+    version = reader.version()
     if not ours.inputs:
         return Row(name, "untried", "not run: the model takes none of the inputs that were made up", version)
     try:
@@ -180,7 +193,9 @@ def _compared(reader: Reader, folder: Path, ours: _Ours) -> Row:
     if gap > NEAR:
         return Row(name, "failed", f"failed: its logits differ from those of llm.load by {gap:.1%}", version)
     same = "equal" if gap <= EQUAL else f"within {gap:.2%}"
-    left = f"; the inputs that were made up do not reach {ours.left}" if ours.left else ""
+    left = ""
+    if ours.left:
+        left = f"; the inputs that were made up do not reach {ours.left}"
     return Row(name, "runs", f"runs, logits {same}{left}", version)
 
 
@@ -192,7 +207,8 @@ class _Ours:
     """
 
     def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:
-        self.folder, self.inputs = folder, inputs
+        self.folder = folder
+        self.inputs = inputs
         self.known: dict[str, Tensor] = {}
         self.left = ""  # the first packed layer that no input reaches
         if not inputs:
@@ -242,7 +258,8 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 def _round(model: nn.Module, experts_only: bool) -> None:
     """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
     for name in _packed(model):
-        layer, parent = model.get_submodule(name), _owner(model, name)
+        layer = model.get_submodule(name)
+        parent = _owner(model, name)
         if isinstance(layer, QuantLinear) and (isinstance(parent, Expert) or not experts_only):
             weight = layer.dequantize(layer.scales.dtype).float()
             setattr(parent, name.rpartition(".")[2], as_linear(weight, layer.bias))

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from sparsebit.llm.layers.linear import QuantLinear
 
-WORDS, KNOWN = 16, 1000  # tokens of a text; of the first words of a vocabulary
+WORDS = 16  # tokens of a text
+KNOWN = 1000  # its tokens are among the first words of the vocabulary
 SAMPLES = 16000  # of a sound: a second
 FRAMES = 64  # of a spectrogram, where the config does not say how many
 SIDE = 224  # of a picture, where the config does not say it
@@ -48,7 +49,7 @@ def _run(model: nn.Module, inputs: Inputs) -> set[str] | None:
     ]
     try:
         model(**inputs)
-    except Exception:  # these are guesses: whatever a model says of them, it does not take them
+    except Exception:  # these are guesses: any error of the model means that it does not take them
         return None
     finally:
         for hook in hooks:
@@ -60,7 +61,10 @@ def _candidates(model: Any) -> Iterator[Inputs]:
     """The richest first; words alone last."""
     config = model.config
     takes = set(inspect.signature(model.forward).parameters)
-    names = ["decoder_input_ids"] if config.is_encoder_decoder and "input_ids" not in takes else ["input_ids"]
+    if config.is_encoder_decoder and "input_ids" not in takes:
+        names = ["decoder_input_ids"]
+    else:
+        names = ["input_ids"]
     if "input_ids" in names and config.is_encoder_decoder and "decoder_input_ids" in takes:
         names.append("decoder_input_ids")
     ids = _words(config)
@@ -80,8 +84,12 @@ def _words(config: Any) -> Tensor:
     """Tokens of a text, none of which stands for something else."""
     text = config.get_text_config(decoder=True)
     size = min(getattr(text, "vocab_size", 0) or KNOWN, KNOWN)
-    special = {value for c in (config, text) for key, value in vars(c).items() if key.endswith(("_id", "_index"))
-               and isinstance(value, int)}  # fmt: skip
+    special = {
+        value
+        for c in (config, text)
+        for key, value in vars(c).items()
+        if key.endswith(("_id", "_index")) and isinstance(value, int)
+    }
     plain = [i for i in range(size) if i not in special] or [0]
     return torch.tensor([plain[7 * i % len(plain)] for i in range(WORDS)])[None]
 
@@ -97,7 +105,10 @@ def _text(
 ) -> Inputs:
     """Words behind as many tokens as a picture takes, and what some models want to know about them."""
     token, places = pieces
-    first = ids if token is None else torch.cat([torch.full((1, places), token), ids], 1)
+    if token is None:
+        first = ids
+    else:
+        first = torch.cat([torch.full((1, places), token), ids], 1)
     found = {name: first if name == names[0] else ids for name in names}
     is_image = first == (-1 if token is None else token)
     kinds = {
@@ -116,7 +127,9 @@ def _text(
 
 def _places(model: Any, shown: Inputs) -> int:
     """How many tokens a picture or a sound takes."""
-    method = "get_audio_features" if "input_features" in shown else "get_image_features"
+    method = "get_image_features"
+    if "input_features" in shown:
+        method = "get_audio_features"
     features = getattr(model, method, None) or getattr(getattr(model, "model", None), method, None)
     if features is None or not shown:
         return 0
@@ -154,7 +167,9 @@ def _pictures(model: Any, takes: set[str]) -> Iterator[Inputs]:
     if "pixel_values" in takes:
         yield {"pixel_values": _random(1, channels, height, width)}
         for pieces in PIECES:
-            size = {"image_sizes": torch.tensor([[height, width]])} if "image_sizes" in takes else {}
+            size = {}
+            if "image_sizes" in takes:
+                size = {"image_sizes": torch.tensor([[height, width]])}
             yield {"pixel_values": _random(1, pieces, channels, height, width), **size}
 
 
@@ -185,7 +200,7 @@ def _sounds(config: Any, takes: set[str]) -> Iterator[Inputs]:
                 yield {name: _random(1, FRAMES, bins)}
 
 
-# -- what a config says ---------------------------------------------------------------------------------------
+# -- sizes that a config names ---------------------------------------------------------------------------------------
 def _part(config: Any, *names: str) -> Any:
     """Of a part of the model; of the whole one where it has no such part."""
     found = (getattr(config, name, None) for name in names)
@@ -203,12 +218,14 @@ def _number(config: Any, *names: str) -> int:
 
 
 def _sizes(value: Any) -> tuple[int, int]:
-    """Height and width; 0 where nothing is said."""
+    """Height and width; 0 where the config has none."""
     if isinstance(value, dict):
         value = [value.get("height", 0), value.get("width", 0)]
     if isinstance(value, (list, tuple)):
         return (int(value[0]), int(value[-1])) if value else (0, 0)
-    return (int(value), int(value)) if isinstance(value, int) else (0, 0)
+    if isinstance(value, int):
+        return (int(value), int(value))
+    return (0, 0)
 
 
 def _random(*shape: int) -> Tensor:

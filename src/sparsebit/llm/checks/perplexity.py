@@ -14,13 +14,16 @@ from sparsebit.errors import ConfigError
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int = 1) -> float:
-    """Of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n) as they are.
+    """Of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n), which stay whole.
 
     A window starts without context, and its first token is not predicted; a rest shorter than a window counts too.
     """
     if tokens.dim() == 1:
         parts = list(tokens.split(length))
-        windows = [torch.stack(parts[:-1]), parts[-1][None]] if len(parts) > 1 else [parts[0][None]]
+        if len(parts) > 1:
+            windows = [torch.stack(parts[:-1]), parts[-1][None]]
+        else:
+            windows = [parts[0][None]]
     elif tokens.dim() == 2:
         windows = [tokens]
     else:
@@ -28,7 +31,8 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int 
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
     model.eval()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     try:
         for rows in (part for window in windows for part in window.split(batch)):
             if rows.shape[1] < 2:

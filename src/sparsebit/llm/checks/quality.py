@@ -23,15 +23,14 @@ from sparsebit.llm.walk.data import IGNORED, named, places_of, tokens_of
 from sparsebit.llm.walk.relay import Ends
 
 ROOM = 2**24  # logits that are made at once
-WORSE, APART = (
-    2.0,
-    1.0,
-)  # a model has collapsed whose perplexity is so many times the float one's, or whose KL is above
+# a model has collapsed if its perplexity is WORSE times that of the float model, or its KL is above APART
+WORSE = 2.0
+APART = 1.0
 
 
 @dataclass(frozen=True)
 class Quality:
-    """Of one run; `apart` says that nothing was fitted on these tokens."""
+    """The quality of one run. `apart` is True if no layer was fitted on these tokens."""
 
     tokens: int
     before: float  # perplexity of the float model
@@ -52,11 +51,9 @@ class Quality:
 
     @property
     def where(self) -> str:
-        return (
-            "calibration tokens that were held back"
-            if self.apart
-            else "calibration tokens, fitted on as well"
-        )
+        if self.apart:
+            return "calibration tokens that were held back"
+        return "calibration tokens, fitted on as well"
 
     def facts(self) -> dict[str, Any]:
         """For JSON, which knows no infinity."""
@@ -75,7 +72,7 @@ def quality_of(facts: Mapping[str, Any]) -> Quality:
 
 
 def advice(run: Mapping[str, Any]) -> str:
-    """What to do about a collapse; `run` is what was asked for."""
+    """The remedies for a collapse; `run` holds the settings of the user."""
     bits = run["bits"]
     method = METHODS.get(run["method"])  # None: a plug-in that is not registered any more
     if method is not None and method.prunes:
@@ -85,7 +82,9 @@ def advice(run: Mapping[str, Any]) -> str:
     if run["candidate_bits"]:
         return "raise average_bits"
     if bits < 4:
-        symmetric = ", or symmetric=False" if run["symmetric"] and bits == 3 else ""
+        symmetric = ""
+        if run["symmetric"] and bits == 3:
+            symmetric = ", or symmetric=False"
         return f"use bits={bits + 1}, or candidate_bits=(2, 3, 4) with average_bits{symmetric}"
     return "use more calibration data, bits=8, or smaller groups (group_size=32)"
 
@@ -93,8 +92,11 @@ def advice(run: Mapping[str, Any]) -> str:
 @torch.no_grad()
 def measure(ends: Ends, apart: bool) -> Quality | None:
     """None where the model gives no scores of tokens."""
-    relay, model = ends.relay, ends.relay.source.model
-    takes, run, sums = signature_of(model), runner(model), torch.zeros(4, dtype=torch.float64)
+    relay = ends.relay
+    model = ends.relay.source.model
+    takes = signature_of(model)
+    run = runner(model)
+    sums = torch.zeros(4, dtype=torch.float64)
     places = torch.tensor(places_of(model))
     for b in range(-relay.held, 0):
         batch = relay.batches[b]
@@ -119,11 +121,15 @@ def measure(ends: Ends, apart: bool) -> Quality | None:
 
 def _targets(given: Mapping[str, Any], model: Any) -> Tensor | None:
     """(sequences, length): the token that each position should predict, IGNORED where there is none."""
-    ids, labels = tokens_of(given), given.get("labels")
+    ids = tokens_of(given)
+    labels = given.get("labels")
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if both and "decoder_input_ids" not in ids:
         return labels.cpu() if isinstance(labels, Tensor) else None
-    shown = ids.get("decoder_input_ids") if both else next(iter(ids.values()), None)
+    if both:
+        shown = ids.get("decoder_input_ids")
+    else:
+        shown = next(iter(ids.values()), None)
     if shown is None or shown.dim() != 2 or shown.shape[1] < 2:
         return None
     return F.pad(shown.cpu()[:, 1:], (0, 1), value=IGNORED)
@@ -133,7 +139,9 @@ def _pieces(model: Any, targets: Tensor, takes: Any) -> Iterator[tuple[slice, di
     """Runs of positions whose logits fit into ROOM, where the model can be asked for some of them."""
     rows, length = targets.shape
     config: Any = getattr(model, "config", None)
-    size = getattr(config.get_text_config(), "vocab_size", 0) if hasattr(config, "get_text_config") else 0
+    size = 0
+    if hasattr(config, "get_text_config"):
+        size = getattr(config.get_text_config(), "vocab_size", 0)
     if "logits_to_keep" not in takes.parameters or not size:
         yield slice(0, length), {}
         return

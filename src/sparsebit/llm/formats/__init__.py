@@ -1,6 +1,6 @@
-"""Checkpoint layouts: how a QuantizedWeight is named and packed, and what config.json says about it.
+"""Checkpoint layouts: the names and the packing of a QuantizedWeight, and its entry in config.json.
 
-Integers, scales and zeros are those the solver chose; nothing is derived again (the original did: D20).
+Integers, scales and zeros are those of the solver. They are never derived again, as the original did (D20).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Format:
     reorders: ClassVar[bool] = False  # its readers know a g_idx
     plain: ClassVar[bool] = False  # float weights, named and shaped as in the model
     one_group_size: ClassVar[bool] = False  # config.json has a single size for all layers
-    activations: bool = False  # layers round what they get to 8 bits, token by token
+    activations: bool = False  # layers round their inputs to 8 bits, token by token
 
     def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """What `encode` will give for such a layer: suffix -> shape and dtype.
@@ -51,7 +51,7 @@ class Format:
         raise NotImplementedError
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
-        """The inverse: what `quantization_config` says about each layer."""
+        """The inverse: the settings of each layer, from `quantization_config`."""
         raise NotImplementedError
 
 

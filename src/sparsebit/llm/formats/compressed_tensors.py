@@ -106,7 +106,9 @@ class CompressedTensors(Format):
             for group in config["config_groups"].values():
                 if name not in found and any(_names(target, name) for target in group["targets"]):
                     w = group["weights"]
-                    size = w.get("group_size") if w.get("strategy") == "group" else None
+                    size = None
+                    if w.get("strategy") == "group":
+                        size = w.get("group_size")
                     found[name] = spec_of(w["num_bits"], size, bool(w["symmetric"]))
             if name not in found:
                 raise ConfigError(

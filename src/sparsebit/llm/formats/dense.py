@@ -30,7 +30,7 @@ class Dense(Format):
         return PrunedWeight(tensors["weight"])
 
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
-        return {}  # nothing is quantized: config.json says nothing of it
+        return {}  # no layer is quantized, so config.json has no entry
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
         return {}

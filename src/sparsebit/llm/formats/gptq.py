@@ -1,6 +1,6 @@
 """The GPTQ layout of AutoGPTQ and GPTQModel: qweight (words of inputs, outputs), qzeros (groups, words of outputs),
 scales (groups, outputs), g_idx (inputs). Version 1 stores zero - 1; readers disagree about a zero of 0 there, so
-asymmetric grids, which have such zeros, are written as version 2 (zeros as they are).
+asymmetric grids, which have such zeros, are written as version 2, which stores the zero itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Gptq(Format):
         return {**config, "dynamic": other} if other else config
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
-        self.version = 2 if config.get("checkpoint_format") == "gptq_v2" else 1
+        if config.get("checkpoint_format") == "gptq_v2":
+            self.version = 2
+        else:
+            self.version = 1
         found = {}
         for name in names:
             local = dict(config)
@@ -78,7 +81,10 @@ def encode(q: QuantizedWeight, version: int) -> dict[str, Tensor]:
                 "gptq: version 1 cannot hold a zero point of 0; use version 2 or the compressed-tensors format"
             )
         zeros = zeros - 1
-    index = q.g_idx if q.g_idx is not None else group_index(q.shape[1], q.group)
+    if q.g_idx is not None:
+        index = q.g_idx
+    else:
+        index = group_index(q.shape[1], q.group)
     return {
         "qweight": pack_words(q.codes.T, q.bits, axis=0),
         "qzeros": pack_words(zeros, q.bits),
@@ -88,8 +94,10 @@ def encode(q: QuantizedWeight, version: int) -> dict[str, Tensor]:
 
 
 def decode(tensors: dict[str, Tensor], spec: QuantSpec, version: int) -> QuantizedWeight:
-    scales, index = tensors["scales"].T.contiguous(), tensors["g_idx"].int()
-    inputs, outputs = len(index), scales.shape[0]
+    scales = tensors["scales"].T.contiguous()
+    index = tensors["g_idx"].int()
+    inputs = len(index)
+    outputs = scales.shape[0]
     codes = unpack_words(tensors["qweight"], spec.bits, inputs, axis=0).T.contiguous()
     zeros = unpack_words(tensors["qzeros"], spec.bits, outputs).T.int()
     zeros = zeros + 1 if version == 1 else zeros

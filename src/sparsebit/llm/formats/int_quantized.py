@@ -1,4 +1,5 @@
-"""compressed-tensors, `int-quantized`: int8 weights as they are, activations rounded per token at run time (W8A8)."""
+"""compressed-tensors, `int-quantized`: int8 weights, one code per byte, and activations rounded per token at run time
+(W8A8)."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ class IntQuantized(Format):
 
     def specs(self, config: dict[str, Any], names: list[str]) -> dict[str, QuantSpec]:
         groups = list(config["config_groups"].values())
-        weights, inputs = groups[0]["weights"], groups[0].get("input_activations")
+        weights = groups[0]["weights"]
+        inputs = groups[0].get("input_activations")
         known = weights["num_bits"] == 8 and weights["symmetric"] and weights["strategy"] == "channel"
         if inputs is not None:
             known = (

@@ -33,7 +33,9 @@ class Turned(Format):
             "weight_scale": ((groups, outputs), "scale"),
             "weight_shape": ((2,), "int64"),
         }
-        return found if spec.symmetric else {**found, "weight_zero_point": ((groups, outputs), "int8")}
+        if spec.symmetric:
+            return found
+        return {**found, "weight_zero_point": ((groups, outputs), "int8")}
 
     def encode(self, q: QuantizedWeight) -> dict[str, Tensor]:
         if q.g_idx is not None:
@@ -52,7 +54,8 @@ class Turned(Format):
     def decode(self, tensors: dict[str, Tensor], spec: QuantSpec) -> QuantizedWeight:
         outputs = int(tensors["weight_shape"][1])
         codes = unpack_words(tensors["weight_packed"], spec.bits, outputs).T.contiguous()
-        scales, half = tensors["weight_scale"].T.contiguous(), 2 ** (spec.bits - 1)
+        scales = tensors["weight_scale"].T.contiguous()
+        half = 2 ** (spec.bits - 1)
         zeros = torch.full_like(scales, half, dtype=torch.uint8)
         if not spec.symmetric:
             zeros = (tensors["weight_zero_point"].int() + half).to(torch.uint8).T.contiguous()

@@ -92,7 +92,9 @@ TABLE: dict[str, Architecture] = {
     "seed_oss": Architecture("seed_oss", RMS),
     "gemma": Architecture("gemma", RMS, PLUS, act=GELU),
     "gemma2": Architecture("gemma2", (*RMS, keys.windows, keys.soft_caps), PLUS, (keys.query_scale,), GELU),
-    "gemma3_text": Architecture("gemma3", (*RMS, keys.windows, keys.soft_caps), PLUS, (keys.query_scale,), GELU),
+    "gemma3_text": Architecture(
+        "gemma3", (*RMS, keys.windows, keys.soft_caps), PLUS, (keys.query_scale,), GELU
+    ),
     "phi": Architecture("phi2", (*NORM, keys.one_head_each), act=GELU, own_head=True),
     "phi3": Architecture("phi3", RMS, (), WIDE),
     "cohere": Architecture("command-r", (*NORM, keys.logit_scale), (), (keys.says(use_qk_norm=False),)),
@@ -120,9 +122,7 @@ TABLE: dict[str, Architecture] = {
         (keys.says(apply_residual_connection_post_layernorm=False),),
         GELU,
     ),
-    "mpt": Architecture(
-        "mpt", (keys.sizes, keys.layer_norm, keys.one_head_each, keys.alibi), (), (), GELU
-    ),
+    "mpt": Architecture("mpt", (keys.sizes, keys.layer_norm, keys.one_head_each, keys.alibi), (), (), GELU),
     "falcon": Architecture(
         "falcon",
         (*NORM, keys.falcon_heads),
@@ -133,7 +133,7 @@ TABLE: dict[str, Architecture] = {
     "mamba": Architecture("mamba", (keys.state_space, keys.rms), (layouts.state_space,)),
     "mamba2": Architecture("mamba2", (keys.state_space, keys.rms), (layouts.state_space,)),
     "falcon_mamba": Architecture("mamba", (keys.state_space, keys.rms), (layouts.state_space,)),
-}  # fmt: skip
+}
 
 
 def architecture_of(config: Any) -> Architecture:

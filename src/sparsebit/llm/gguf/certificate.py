@@ -19,10 +19,10 @@ COARSE = 1.0  # where the file rounds weights to 4 bits
 
 
 def certify(path: Path, model: Any, coarse: bool = False) -> Row:
-    """One row, as other readers have it.
+    """One row, in the form of the other readers.
 
-    model   what was written.
-    coarse  float weights were rounded to 4 bits for the file, so that its logits are not the model's.
+    model   the model that was written.
+    coarse  float weights were rounded to 4 bits for the file, so that its logits differ from the model's.
     """
     if not has_llama_cpp():
         return Row(READER, "unknown", "not run: llama-cpp-python is not installed")

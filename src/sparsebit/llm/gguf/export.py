@@ -28,19 +28,20 @@ from sparsebit.utils.files import whole_path
 
 ARCHITECTURES = {kind: known.name for kind, known in TABLE.items()}  # model_type -> llama.cpp's name
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
-PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}  # llama.cpp looks for them where a name says Phi-3
+PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}  # llama.cpp looks for them in a model named Phi-3
 
 
 @dataclass(frozen=True)
 class GgufReport:
-    """What was written. `changed`: layers whose solved codes were not kept, and why; `notes`: what runs otherwise."""
+    """The written file. `changed`: layers whose solved codes were not kept, and why. `notes`: differences at run
+    time."""
 
     path: Path
     architecture: str
     tokenizer: str
     bytes: int
     tensors: dict[str, int]  # kind -> how many
-    kept: int  # solved layers whose codes are in the file as they were
+    kept: int  # solved layers whose codes are in the file unchanged
     changed: dict[str, str] = field(default_factory=dict, repr=False)
     notes: list[str] = field(default_factory=list, repr=False)
     reader: Row | None = None  # whether llama.cpp runs it
@@ -77,12 +78,12 @@ def export_gguf(
 ) -> GgufReport:
     """Writes a model of transformers, its float folder, or a folder of `llm.quantize` as a GGUF file.
 
-    Where llama-cpp-python is installed, llama.cpp then runs the file; a ReaderError says that its logits are others.
+    Where llama-cpp-python is installed, llama.cpp then runs the file; a ReaderError reports different logits.
 
     tokenizer   a folder, or a tokenizer of transformers; None: that of the model's folder; False: none.
     outtype     of float matrices: auto (bfloat16 stays, else float16), f32, f16, bf16, q8_0, q4_0 or q4_1. Packed
                 layers keep their codes where a block of GGUF holds them.
-    name        what the file calls the model; None: the name of the folder.
+    name        the name of the model in the file; None: the name of the folder.
     pre         llama.cpp's name for the way the tokenizer cuts text, where it is not recognised.
     """
     gguf = package()
@@ -176,7 +177,8 @@ def _items(
                     f"gguf: llama.cpp's {architecture.name} has no tensor for {old!r} of shape {item.shape}; this "
                     "variant of the model cannot be written"
                 )
-            embeddings = value if found == "token_embd.weight" else embeddings
+            if found == "token_embd.weight":
+                embeddings = value
             head = head or found == "output.weight"
             yield str(found), value
     if architecture.own_head and not head and embeddings is not None:

@@ -1,4 +1,4 @@
-"""What a config says, under llama.cpp's keys; and what a config must not say, because llama.cpp runs it otherwise."""
+"""The values of a config under llama.cpp's keys, and values that are refused because llama.cpp computes differently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def context(config: Any) -> int:
     for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
         if getattr(config, name, None):
             return int(getattr(config, name))
-    return 2048  # BLOOM says none; its positions have no limit
+    return 2048  # BLOOM has no such key; its positions have no limit
 
 
 def inner_size(config: Any) -> int:
@@ -64,7 +64,7 @@ def layer_norm(config: Any) -> dict[str, Any]:
 
 
 def one_head_each(config: Any) -> dict[str, Any]:
-    """No heads are shared, whatever else the config says."""
+    """No heads are shared, even if another key of the config differs."""
     return {"attention.head_count_kv": config.num_attention_heads}
 
 
@@ -75,7 +75,9 @@ def falcon_heads(config: Any) -> dict[str, Any]:
 def falcon_shared(config: Any) -> int:
     if config.new_decoder_architecture:
         return int(config.num_kv_heads)
-    return 1 if config.multi_query else int(config.num_attention_heads)
+    if config.multi_query:
+        return 1
+    return int(config.num_attention_heads)
 
 
 def bigcode_heads(config: Any) -> dict[str, Any]:
@@ -182,7 +184,10 @@ def no_windows(config: Any) -> list[str]:
     """llama.cpp lets every layer see everything: the same, as long as the window is not full."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    used = getattr(config, "use_sliding_window", True) if kinds is None else "sliding_attention" in kinds
+    if kinds is None:
+        used = getattr(config, "use_sliding_window", True)
+    else:
+        used = "sliding_attention" in kinds
     if not window or not used or window >= context(config):
         return []
     return [f"llama.cpp has no sliding window here: texts of more than {window} tokens are run otherwise"]
@@ -191,7 +196,10 @@ def no_windows(config: Any) -> list[str]:
 def query_scale(config: Any) -> list[str]:
     """llama.cpp computes the scale of Gemma's attention from the sizes."""
     large = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
-    wanted = config.hidden_size // config.num_attention_heads if large else head_size(config)
+    if large:
+        wanted = config.hidden_size // config.num_attention_heads
+    else:
+        wanted = head_size(config)
     if float(config.query_pre_attn_scalar) != float(wanted):
         refuse(
             config, f"query_pre_attn_scalar is {config.query_pre_attn_scalar}", f"of this size has {wanted}"

@@ -1,4 +1,4 @@
-"""The tensors of a model as they are written: each is read only when its turn comes.
+"""The tensors of a model in the order of the file: each is read only when it is written.
 
 An item is a float tensor, a packed layer, or a stack of either (the experts of a mixture). Matrices are
 (outputs, inputs).
@@ -35,11 +35,16 @@ class Item:
 
     def rows_count(self) -> int:
         """The number of outputs."""
-        return self.shape[-2] if len(self.shape) > 1 else self.shape[0]
+        if len(self.shape) > 1:
+            return self.shape[-2]
+        return self.shape[0]
 
     def rows(self, order: Tensor) -> Item:
-        """Some of the outputs, in an order of their own."""
-        shape = (*self.shape[:-2], len(order), self.shape[-1]) if len(self.shape) > 1 else (len(order),)
+        """Some of the outputs, in a new order."""
+        if len(self.shape) > 1:
+            shape = (*self.shape[:-2], len(order), self.shape[-1])
+        else:
+            shape = (len(order),)
         return self._then(shape, lambda value: take_rows(value, order))
 
     def map(self, function: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> Item:
@@ -82,7 +87,9 @@ def of_layers(layers: list[Any], stacked: bool = False) -> Item:
 
 
 def _reader(layer: Any) -> Callable[[], Value]:
-    return layer.quantized if isinstance(layer, QuantLinear) else lambda: layer.weight.detach()
+    if isinstance(layer, QuantLinear):
+        return layer.quantized
+    return lambda: layer.weight.detach()
 
 
 def items_of(model: nn.Module) -> Iterator[tuple[str, Item]]:
@@ -117,7 +124,10 @@ def _of_stack(name: str, stack: ExpertStack) -> Iterator[tuple[str, Item]]:
     """The layers of all experts; where an expert has two of a fused weight, the gate is the first one."""
     count = len(stack.layers[0])
     owner = name.rpartition(".")[0]
-    names = [name] if count == 1 else [f"{owner}.gate_proj", f"{owner}.up_proj"]
+    if count == 1:
+        names = [name]
+    else:
+        names = [f"{owner}.gate_proj", f"{owner}.up_proj"]
     for i, found in enumerate(names):
         layers = [getattr(*expert[i]) for expert in stack.layers]
         yield found, of_layers(layers, stacked=True)

@@ -63,7 +63,8 @@ def gate_and_up(name: str, item: Item, config: Any) -> Named:
         return [(name, item)]
     owner = name.removesuffix("gate_up_proj")
     half = item.rows_count() // 2
-    gate, up = torch.arange(half), torch.arange(half, 2 * half)
+    gate = torch.arange(half)
+    up = torch.arange(half, 2 * half)
     return [(f"{owner}gate_proj.weight", item.rows(gate)), (f"{owner}up_proj.weight", item.rows(up))]
 
 

@@ -17,7 +17,9 @@ from sparsebit.errors import ExportError
 from sparsebit.numeric.quantized_weight import QuantizedWeight
 
 RUN = 32  # inputs of one block
-EXACT, ROUNDED, REQUANTIZED = "exact", "grid rounded to float16", "requantized"
+EXACT = "exact"
+ROUNDED = "grid rounded to float16"
+REQUANTIZED = "requantized"
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,15 @@ def fit(q: QuantizedWeight) -> Fit:
         return Fit("Q8_0", REQUANTIZED, "no block holds 8 bits with a zero point")
     if not bool(torch.isfinite(q.scales.to(torch.float16)).all()):
         return Fit("Q8_0", REQUANTIZED, "a scale is too large for float16")
-    kind = "Q8_0" if q.bits == 8 else "Q4_0" if q.symmetric else "Q4_1"
-    return Fit(kind) if _exact(q) else Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
+    if q.bits == 8:
+        kind = "Q8_0"
+    elif q.symmetric:
+        kind = "Q4_0"
+    else:
+        kind = "Q4_1"
+    if _exact(q):
+        return Fit(kind)
+    return Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
 
 
 def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
@@ -58,7 +67,10 @@ def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
     if found.kind == "Q8_0":
         body = (runs.astype(np.int16) - 128).astype(np.int8).view(np.uint8)
         return _rows([steps, body])
-    levels = runs if found.kind == "Q4_1" else runs + np.uint8(8 - 2 ** (q.bits - 1))
+    if found.kind == "Q4_1":
+        levels = runs
+    else:
+        levels = runs + np.uint8(8 - 2 ** (q.bits - 1))
     body = levels[..., : RUN // 2] | (levels[..., RUN // 2 :] << np.uint8(4))
     if found.kind == "Q4_1":
         return _rows([steps, _per_run(q, _offsets(q)), body])
@@ -67,7 +79,10 @@ def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
 
 def _exact(q: QuantizedWeight) -> bool:
     """Whether float16 holds the grid: a scale may be bfloat16 or float32, an offset has more digits than its scale."""
-    grids = [q.scales.float()] if q.symmetric else [q.scales.float(), _offsets(q)]
+    if q.symmetric:
+        grids = [q.scales.float()]
+    else:
+        grids = [q.scales.float(), _offsets(q)]
     return all(torch.equal(grid.to(torch.float16).float(), grid) for grid in grids)
 
 

@@ -16,7 +16,8 @@ from sparsebit.errors import ExportError
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d"
 SPACES = r"\s+(?!\S)|\s+"
 MARKS = r" ?[^\s\p{L}\p{N}]+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
 LLAMA3 = rf"(?i:{WORDS})|{NO_LETTER}\p{{L}}+|\p{{N}}{{1,3}}|{MARKS}[\r\n]*|\s*[\r\n]+|{SPACES}"
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
@@ -33,7 +34,8 @@ DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     rf"|\s*[\r\n]+|{SPACES}"
 )
-HAN, HAN_WIDE = "[一-龥぀-ゟ゠-ヿ]+", "[一-龥ࠀ-一가-퟿]+"
+HAN = "[一-龥぀-ゟ゠-ヿ]+"
+HAN_WIDE = "[一-龥ࠀ-一가-퟿]+"
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 # name -> its cuts, in order, and whether a word that is a token needs no merges; the first of equal rows is taken
@@ -101,7 +103,9 @@ def probe() -> str:
 def _cut(told: dict[str, Any] | None) -> list[tuple[int, int]]:
     """Where the probe is cut. Bytes are not looked at: a ByteLevel step writes each byte as one character."""
     pre = _pre_tokenizer(told)
-    return [] if pre is None else [place for _, place in pre.pre_tokenize_str(probe())]
+    if pre is None:
+        return []
+    return [place for _, place in pre.pre_tokenize_str(probe())]
 
 
 def _pre_tokenizer(told: dict[str, Any] | None) -> Any:
@@ -114,12 +118,12 @@ def _pre_tokenizer(told: dict[str, Any] | None) -> Any:
 
 
 def cut_of(way: tuple[str, ...]) -> Any:
-    """A pre-tokenizer that cuts as a row of the table says."""
+    """A pre-tokenizer that cuts by a row of the table."""
     return _pre_tokenizer(_told(way))
 
 
 def _told(steps: tuple[str, ...]) -> dict[str, Any]:
-    """A row of the table as tokenizer.json says it."""
+    """A row of the table in the form of tokenizer.json."""
     found: list[dict[str, Any]] = []
     for step in steps:
         if step == DIGITS:

@@ -45,7 +45,11 @@ def rope_keys(config: Any, head: int) -> dict[str, Any]:
 
 def scaling(config: Any, told: dict[str, Any]) -> dict[str, Any]:
     kind = told.get("rope_type") or told.get("type") or "default"
-    if kind in ("default", "llama3", "dynamic"):  # llama3: a tensor says it; dynamic: only beyond the context
+    if kind in (
+        "default",
+        "llama3",
+        "dynamic",
+    ):  # llama3: a tensor holds the factors; dynamic: only beyond the context
         return {}
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(told["factor"])}
@@ -63,7 +67,7 @@ def scaling(config: Any, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_tensors(config: Any, name: str) -> list[tuple[str, Item]]:
-    """llama3's stretched frequencies: what each is divided by."""
+    """The divisors of llama3's stretched frequencies."""
     told = rope_of(config)
     kind = told.get("rope_type") or told.get("type") or "default"
     if kind != "llama3":

@@ -1,4 +1,4 @@
-"""Runs a GGUF file in llama.cpp, in a process of its own: a file that llama.cpp cannot run ends the process.
+"""Runs a GGUF file in llama.cpp, in a separate process: a file that llama.cpp cannot run ends the process.
 
 The process reads one JSON line of questions and prints one line of answers. It loads llama_cpp and nothing of
 Sparsebit.

@@ -29,9 +29,12 @@ class Source:
         """A second token that ends an answer. llama.cpp finds the usual ones by their text, when there are more."""
         if "tokenizer.ggml.tokens" not in keys:
             return {}
-        rows, eos = len(keys["tokenizer.ggml.tokens"]), keys.get("tokenizer.ggml.eos_token_id")
+        rows = len(keys["tokenizer.ggml.tokens"])
+        eos = keys.get("tokenizer.ggml.eos_token_id")
         others = [i for i in self.end_ids if i != eos and i < rows]
-        return {"tokenizer.ggml.eot_token_id": others[0]} if len(others) == 1 and eos is not None else {}
+        if len(others) == 1 and eos is not None:
+            return {"tokenizer.ggml.eot_token_id": others[0]}
+        return {}
 
 
 def open_model(model: Any) -> Source:
@@ -56,7 +59,9 @@ def open_model(model: Any) -> Source:
     _check_class(config.architectures, str(folder))
     packed = bool(told.get("quantization_config"))
     beside = folder / "generation_config.json"
-    more = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+    more = {}
+    if beside.is_file():
+        more = json.loads(beside.read_text("utf-8"))
     ends = _ids(more.get("eos_token_id")) or _ids(getattr(config, "eos_token_id", None))
     name = folder.resolve().name
     return Source(config, name, folder, lambda: _load(folder, packed), ends)
@@ -110,4 +115,6 @@ def _load(folder: Path, packed: bool) -> nn.Module:
 def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return (int(value),)

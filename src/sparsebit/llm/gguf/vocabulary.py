@@ -17,7 +17,12 @@ from typing import Any
 from sparsebit.errors import ExportError
 from sparsebit.llm.gguf.pretokenizers import name_of
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 SPACE = "▁"
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 BYTES = {f"<0x{i:02X}>" for i in range(256)}
@@ -47,7 +52,7 @@ def without_tokens(rows: int) -> Vocabulary:
 
 
 def open_tokenizer(where: Any) -> Any:
-    """A tokenizer of transformers, from its folder; one that is loaded already stays as it is."""
+    """A tokenizer of transformers, from its folder; a loaded one is returned unchanged."""
     if hasattr(where, "backend_tokenizer"):
         return where
     folder = Path(where)
@@ -91,7 +96,9 @@ def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabu
     elif model["type"] == "Unigram":
         found = _unigram(tokenizer, told, steps, cleaners, rows)
     else:
-        kind = model["type"] if model["type"] != "BPE" else "BPE without bytes"
+        kind = "BPE without bytes"
+        if model["type"] != "BPE":
+            kind = model["type"]
         raise ExportError(
             f"tokenizer: llama.cpp has no decoder's tokenizer of the kind {kind}; there are byte-level BPE, "
             "SentencePiece BPE and unigram; tokenizer=False writes a file without one"
@@ -169,9 +176,10 @@ def _tokens(
 ) -> tuple[list[str], list[int]]:
     """Text and type of each of `rows` tokens. Texts differ, because llama.cpp ends where two are equal."""
     vocab = told["model"]["vocab"]
-    by_id = (
-        {i: t for t, i in vocab.items()} if isinstance(vocab, dict) else dict(enumerate(t for t, _ in vocab))
-    )
+    if isinstance(vocab, dict):
+        by_id = {i: t for t, i in vocab.items()}
+    else:
+        by_id = dict(enumerate(t for t, _ in vocab))
     kinds = dict.fromkeys(by_id, NORMAL)
     for i, text in by_id.items():
         if text in BYTES:

@@ -1,6 +1,6 @@
 """Calls of the native kernels (quant_linear.c): few rows times a packed weight, and the packed weight as floats.
 
-They read the packed words as they are stored, so a layer has one copy of its weight. The library is built when a
+They read the packed words in their stored form, so a layer has one copy of its weight. The library is built when a
 packed layer runs for the first time; SPARSEBIT_NATIVE=0 or `numeric.kernels.use_native(False)` switch it off.
 """
 
@@ -37,7 +37,8 @@ class _Weight(ctypes.Structure):
 def _load() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("quant_linear.c"), ["-ffp-contract=fast", "-Wno-psabi"])
     if library is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int
         library.multiply.argtypes = [pointer] * 3 + [number] * 3
         library.dequantize.argtypes = [pointer] * 2 + [number] * 3
         library.multiply.restype = library.dequantize.restype = None
@@ -51,7 +52,10 @@ class Native:
         self, library: ctypes.CDLL, tensors: tuple[Tensor, Tensor, Tensor], inputs: int, group: int, bits: int
     ) -> None:
         packed, scales, zeros = self.tensors = tensors  # alive as long as their addresses are in use
-        self.library, self.bits, self.inputs, self.outputs = library, bits, inputs, len(packed)
+        self.library = library
+        self.bits = bits
+        self.inputs = inputs
+        self.outputs = len(packed)
         self.pointers = packed.data_ptr(), scales.data_ptr(), zeros.data_ptr()
         self.struct = _Weight(
             *self.pointers,
@@ -66,12 +70,22 @@ class Native:
 
     def multiply(self, x: Tensor) -> Tensor:
         """x W^T in float32, for few rows x of shape (..., inputs)."""
-        x = x if x.dtype == torch.float32 and x.is_contiguous() else x.detach().float().contiguous()
+        if not (x.dtype == torch.float32 and x.is_contiguous()):
+            x = x.detach().float().contiguous()
         out = torch.empty(*x.shape[:-1], self.outputs)
         rows = x.numel() // self.inputs
-        source, target, threads = x.data_ptr(), out.data_ptr(), self._threads()
+        source = x.data_ptr()
+        target = out.data_ptr()
+        threads = self._threads()
         while rows > 0:
-            count = 8 if rows >= 8 else 4 if rows >= 4 else 2 if rows >= 2 else 1
+            if rows >= 8:
+                count = 8
+            elif rows >= 4:
+                count = 4
+            elif rows >= 2:
+                count = 2
+            else:
+                count = 1
             self.library.multiply(self.at, source, target, self.bits, count, threads)
             rows -= count
             source += 4 * count * self.inputs
@@ -108,17 +122,27 @@ class Native:
 
     def _fill(self, out: Tensor, start: int) -> Tensor:
         """Rows of W from `start` on, as many as `out` has."""
-        w, size = self.struct, self.tensors[1].element_size()
+        w = self.struct
+        size = self.tensors[1].element_size()
         rows = _Weight(
-            w.packed + start * w.stride, w.scales + start * w.groups * size, w.zeros + start * w.groups,
-            len(out), w.inputs, w.group, w.groups, w.stride, w.kind,
-        )  # fmt: skip
+            w.packed + start * w.stride,
+            w.scales + start * w.groups * size,
+            w.zeros + start * w.groups,
+            len(out),
+            w.inputs,
+            w.group,
+            w.groups,
+            w.stride,
+            w.kind,
+        )
         half = out.dtype == torch.bfloat16
         self.library.dequantize(ctypes.byref(rows), out.data_ptr(), self.bits, half, self._threads())
         return out
 
     def _threads(self) -> int:
-        return 1 if self.inputs * self.outputs < ALONE else torch.get_num_threads()
+        if self.inputs * self.outputs < ALONE:
+            return 1
+        return torch.get_num_threads()
 
 
 def _written(dtype: torch.dtype) -> torch.dtype:
@@ -159,4 +183,6 @@ def native(
         and zeros.dtype == torch.uint8
     )
     library = _load() if fits else None
-    return None if library is None else Native(library, tensors, inputs, group or inputs, bits)
+    if library is None:
+        return None
+    return Native(library, tensors, inputs, group or inputs, bits)

@@ -2,7 +2,8 @@
 kernel, on GPUs by a Triton kernel; for many rows the weight is dequantized, piece by piece. Without a C compiler:
 torch's int4 kernel, or the whole weight is dequantized, used and dropped.
 
-It trains what lies before it and adapters on top (PEFT): the gradient of its input is made from the packed weight
+Layers before it and adapters on top of it (PEFT) can be trained: the gradient of its input is made from the packed
+weight
 again, and no float copy waits for the backward pass.
 """
 
@@ -36,7 +37,10 @@ class QuantLinear(nn.Linear):
     ) -> None:
         nn.Module.__init__(self)  # not Linear's, which makes a float weight
         self.out_features, self.in_features = q.shape
-        self.bits, self.symmetric, self.group, self.dtype = q.bits, q.symmetric, q.group, dtype
+        self.bits = q.bits
+        self.symmetric = q.symmetric
+        self.group = q.group
+        self.dtype = dtype
         self.register_buffer("packed", pack_words(q.codes, q.bits))
         self.register_buffer("scales", q.scales.contiguous())
         self.register_buffer("zeros", q.zeros.contiguous())
@@ -61,7 +65,9 @@ class QuantLinear(nn.Linear):
             matrix: Tensor = gpu.dequantize(self, dtype)
             return matrix
         native = self._find_native()
-        return self.quantized().dequantize(dtype) if native is None else native.dequantize(dtype)
+        if native is None:
+            return self.quantized().dequantize(dtype)
+        return native.dequantize(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -135,7 +141,7 @@ class QuantLinear(nn.Linear):
         return {**self.__dict__, "_kernel": None, "_native": None}  # addresses: not for copies
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """`.to(dtype)` says in what is computed; the grid stays as the solver chose it."""
+        """`.to(dtype)` changes the type of the computation; the grid stays that of the solver."""
         scales = self.scales
         super()._apply(fn, recurse)
         if self.scales.dtype != scales.dtype:
@@ -162,7 +168,8 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        layer, grad = ctx.layer, grads[0]
+        layer = ctx.layer
+        grad = grads[0]
         native = layer._find_native()
         if native is None:
             return grad @ layer.dequantize(grad.dtype), None

@@ -1,7 +1,7 @@
 """Packed weights on GPUs: rows times a packed weight, and the packed weight as floats, as Triton kernels.
 
 Imported only for CUDA tensors where triton is installed (or by tests, with TRITON_INTERPRET=1). They read the words of
-QuantLinear as they are: a code of b bits starts at bit b * k of its row, and one of 3 bits may lie in two words.
+QuantLinear: a code of b bits starts at bit b * k of its row, and one of 3 bits may lie in two words.
 """
 
 from __future__ import annotations
@@ -21,9 +21,20 @@ ROWS = 64  # more rows than this are faster as one float product
 
 @triton.jit
 def _tile(
-    packed, scales, zeros, g_idx, n, k, outputs, inputs, words, groups,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
+    packed,
+    scales,
+    zeros,
+    g_idx,
+    n,
+    k,
+    outputs,
+    inputs,
+    words,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
     """(len(k), len(n)) weights in float32; n and k are vectors of outputs and inputs, zero outside the matrix."""
     inside = (k[:, None] < inputs) & (n[None, :] < outputs)
     bit = k * BITS
@@ -47,10 +58,24 @@ def _tile(
 
 @triton.jit
 def _multiply(
-    x, out, packed, scales, zeros, g_idx, rows, outputs, inputs, words, groups,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    packed,
+    scales,
+    zeros,
+    g_idx,
+    rows,
+    outputs,
+    inputs,
+    words,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
     m = tl.program_id(0) * M + tl.arange(0, M)
     n = tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros((M, N), dtype=tl.float32)
@@ -66,9 +91,21 @@ def _multiply(
 
 @triton.jit
 def _dequantize(
-    out, packed, scales, zeros, g_idx, outputs, inputs, words, groups,
-    GROUP: tl.constexpr, BITS: tl.constexpr, ORDERED: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    out,
+    packed,
+    scales,
+    zeros,
+    g_idx,
+    outputs,
+    inputs,
+    words,
+    groups,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
     n = tl.program_id(0) * N + tl.arange(0, N)
     k = tl.program_id(1) * K + tl.arange(0, K)
     tile = _tile(packed, scales, zeros, g_idx, n, k, outputs, inputs, words, groups, GROUP, BITS, ORDERED)
@@ -98,7 +135,11 @@ def dequantize(layer: QuantLinear, dtype: torch.dtype) -> Tensor:
 
 def _arguments(layer: QuantLinear) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[int | bool, ...]]:
     ordered = layer.g_idx is not None
-    index = layer.g_idx if layer.g_idx is not None else layer.packed  # not read then
+    # not read then
+    if layer.g_idx is not None:
+        index = layer.g_idx
+    else:
+        index = layer.packed
     tensors = layer.packed, layer.scales, layer.zeros, index
     sizes = layer.out_features, layer.in_features, layer.packed.shape[1], layer.scales.shape[1]
     return tensors, sizes, (layer.group or layer.in_features, layer.bits, ordered)

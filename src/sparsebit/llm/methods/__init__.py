@@ -23,11 +23,13 @@ from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight
 Solver = Callable[..., Solved]
-Limit = tuple[Callable[[Any], bool], str]  # which values an option may have, and how that is said
+Limit = tuple[
+    Callable[[Any], bool], str
+]  # the values that an option may have, and their description for errors
 ABOVE_ZERO: Limit = (lambda value: value > 0, "must be above 0")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "must be 0 or more")
 AT_LEAST_ONE: Limit = (lambda value: value >= 1, "must be 1 or more")
-SHARE: Limit = (lambda value: 0 <= value < 1, "the share of weights that goes, must be in [0, 1)")
+SHARE: Limit = (lambda value: 0 <= value < 1, "the share of weights to remove, must be in [0, 1)")
 N_OF_M: Limit = (
     lambda value: value is None or (len(value) == 2 and 0 < value[0] < value[1]),
     "must be (n, m) with 0 < n < m, such as (2, 4)",
@@ -96,7 +98,7 @@ class Method:
         return found
 
     def check(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse unknown options and impossible values before any work, and say what is possible."""
+        """Refuse unknown options and impossible values before any work; the error lists the possible ones."""
         self._check_names(name, options)
         for option, value in options.items():
             if option in self.limits:

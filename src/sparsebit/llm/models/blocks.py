@@ -43,7 +43,7 @@ class Layout:
 
     towers: tuple[Tower, ...]  # that are quantized
     kept: tuple[tuple[str, int], ...]  # matrices that stay float: name, number of weights
-    other: str = ""  # layers that are no Linear: what is done with them
+    other: str = ""  # layers that are no Linear, and their treatment
     left: tuple[Tower, ...] = ()  # that stay float
 
     @cached_property
@@ -85,7 +85,9 @@ class Layout:
         for tower in self.towers:
             for names in dict.fromkeys(tower.linears):
                 same = [i for i, other in enumerate(tower.linears) if other == names]
-                where = f"{tower.path}, block" if len(self.towers) > 1 else "block"
+                where = "block"
+                if len(self.towers) > 1:
+                    where = f"{tower.path}, block"
                 lines.append(f"  {where} {_ranges(same)}: {', '.join(names)}")
         lines += [f"  {self.other}"] if self.other else []
         lines += [f"  float: {tower}; to quantize it too, name it in towers=" for tower in self.left]
@@ -104,9 +106,12 @@ def find_blocks(
             else the one that makes words.
     """
     if path is not None and towers is not None:
-        raise ConfigError("blocks and towers: both say what is quantized; give one of them")
+        raise ConfigError("blocks and towers: both choose the layers that are quantized; give one of them")
     names = Names(model)
-    found = [_tower(model, path, names)] if path is not None else find_towers(model, names)
+    if path is not None:
+        found = [_tower(model, path, names)]
+    else:
+        found = find_towers(model, names)
     chosen = _chosen(model, found, towers)
     _check_shared(model, chosen)
     inside = {
@@ -124,7 +129,8 @@ def find_blocks(
 
 
 def find_towers(model: nn.Module, names: Names) -> list[Tower]:
-    """Every list of blocks, in the order of the module tree; the largest first of all decides what lies in it."""
+    """Every list of blocks, in the order of the module tree. The largest list is found first and claims the modules
+    inside it."""
     lists = _lists(model)
     known = {name: _weights(module) for name, module in lists.items()}
     largest = max(
@@ -143,7 +149,12 @@ def find_towers(model: nn.Module, names: Names) -> list[Tower]:
 
 
 def _chosen(model: Any, found: list[Tower], towers: str | Sequence[str] | None) -> list[Tower]:
-    asked = [towers] if isinstance(towers, str) else list(towers) if towers is not None else None
+    if isinstance(towers, str):
+        asked = [towers]
+    elif towers is not None:
+        asked = list(towers)
+    else:
+        asked = None
     if asked == ["all"] or (len(found) == 1 and asked is None):
         return found
     if asked is None:
@@ -176,7 +187,9 @@ def _usual(model: Any, found: list[Tower]) -> list[Tower]:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return found
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = None
+    if hasattr(model, "get_decoder"):
+        decoder = model.get_decoder()
     inside = {name for name, module in model.named_modules() if decoder is not None and module is decoder}
     words = [tower for tower in found if any(tower.path.startswith(name + ".") for name in inside)]
     return [max(words or found, key=lambda tower: tower.weights)]
@@ -230,7 +243,9 @@ def _others(lists: list[nn.Module]) -> str:
     turned = sum(is_conv1d(m) for m in modules)
     stacks = sum(len(list(stacks_of(m))) for m in modules)
     found = [f"{turned} Conv1D"] * bool(turned) + [f"{stacks} tensors of stacked experts"] * bool(stacks)
-    return f"{' and '.join(found)} are stored as Linear layers: llm.load reads them" if found else ""
+    if found:
+        return f"{' and '.join(found)} are stored as Linear layers: llm.load reads them"
+    return ""
 
 
 def linears_of(block: nn.Module) -> dict[str, nn.Linear]:

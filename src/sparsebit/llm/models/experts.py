@@ -21,7 +21,7 @@ from sparsebit.errors import SparsebitError
 
 @dataclass(frozen=True)
 class Part:
-    """Some outputs of one expert of a stack, as a layer of their own."""
+    """Some outputs of one expert of a stack, as a separate layer."""
 
     expert: int
     layer: str  # below the module that owns the stack: "0.up_proj"
@@ -68,7 +68,7 @@ class _Routed:
 
 
 def layer_sizes(block: nn.Module, naming: Naming = own_parts) -> dict[str, int]:
-    """Every layer of a block that is quantized, as it is called once unfolded, and its number of weights."""
+    """Every layer of a block that is quantized: its name after unfolding, and its number of weights."""
     found = {}
     for name, module in block.named_modules():
         if is_linear(module) or is_conv1d(module):
@@ -110,7 +110,10 @@ def as_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer: Any = nn.Linear(1, 1, bias=False)
     layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-    layer.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    if bias is None:
+        layer.bias = None
+    else:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
     found: nn.Linear = layer
     return found
 
@@ -122,10 +125,15 @@ def is_linear(module: Any) -> bool:
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         return False
     probe = copy.copy(module)
-    weight, x = torch.arange(6.0).reshape(2, 3) - 1.5, torch.tensor([[0.5, -1.0, 2.0]])
-    bias = None if module.bias is None else torch.tensor([0.25, -3.0])
+    weight = torch.arange(6.0).reshape(2, 3) - 1.5
+    x = torch.tensor([[0.5, -1.0, 2.0]])
+    if module.bias is None:
+        bias = None
+    else:
+        bias = torch.tensor([0.25, -3.0])
     probe.__dict__["_parameters"] = {"weight": weight, "bias": bias}
-    probe.in_features, probe.out_features = 3, 2
+    probe.in_features = 3
+    probe.out_features = 2
     try:
         with torch.no_grad():
             found = type(module).forward(probe, x)

@@ -39,7 +39,7 @@ class Plan:
     extra: list[str]  # keys of the files that the model has no place for
 
     def renamed(self) -> dict[str, str]:
-        """Tensors of the model that the files have as they are, and their keys there."""
+        """Tensors of the model that the files have unchanged, and their keys there."""
         return {name: entry.keys[0] for name, entry in self.entries.items() if entry.how is None}
 
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
@@ -54,7 +54,10 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.state = dict(model.state_dict())
-        self.prefix = getattr(model, "base_model_prefix", None) if _is_transformers(model) else None
+        if _is_transformers(model):
+            self.prefix = getattr(model, "base_model_prefix", None)
+        else:
+            self.prefix = None
         self.renamings, self.converters = _split(_conversions(model, reading=True))
         self.back_names, self.back_converters = _split(_conversions(model, reading=False))
         self.parts: dict[str, list[Part]] = {}  # by stack
@@ -72,11 +75,13 @@ class Names:
         return self._renamed(key)[0]
 
     def layer(self, key: str) -> str:
-        """The layer that a name of the files without its last part belongs to, as it is called once unfolded."""
+        """The layer of a name in the files (without its last part), under the name that it has after unfolding."""
         if key in self.layers:
             return self.layers[key]
         found = self.tensor(f"{key}.weight")
-        return found.removesuffix(".weight") if found in self.state else key
+        if found in self.state:
+            return found.removesuffix(".weight")
+        return key
 
     def plan(self, keys: Iterable[str], shape_of: Callable[[str], Any]) -> Plan:
         """`shape_of` is asked where one tensor of the files becomes several."""
@@ -108,7 +113,9 @@ class Names:
 
     def from_files(self, tensors: Mapping[str, Tensor], suffixes: Sequence[str] = ()) -> dict[str, Tensor]:
         """The inverse of `to_files`; `suffixes` are those of packed layers."""
-        found, floats, packed = {}, {}, packed_layers(tensors, suffixes)
+        found = {}
+        floats = {}
+        packed = packed_layers(tensors, suffixes)
         for key, tensor in tensors.items():
             layer, _, leaf = key.rpartition(".")
             if layer in packed and leaf in suffixes:
@@ -137,11 +144,16 @@ class Names:
         return key.removesuffix(".weight")
 
     def to_files(self, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Tensors of the model, and what is stored for its `packed` layers, under the names of the files."""
-        layers, found, others = {*packed, *self.layer_files}, {}, {}
+        """Tensors of the model and the stored tensors of its `packed` layers, under the names of the files."""
+        layers = {*packed, *self.layer_files}
+        found = {}
+        others = {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
-            key = f"{self.layer_file(layer)}.{leaf}" if layer in layers else self.key(name)
+            if layer in layers:
+                key = f"{self.layer_file(layer)}.{leaf}"
+            else:
+                key = self.key(name)
             if key is None:
                 others[name] = tensor
             else:
@@ -171,11 +183,16 @@ class Names:
         return out
 
     def _name_experts(self, stack: str, tensor: Tensor) -> None:
-        """The layers of a stack. Rows are numbered and sent through the recipe: what arrives says who has them."""
-        owner, experts, rows = stack.rpartition(".")[0], tensor.shape[0], tensor.shape[1]
+        """The layers of a stack. Rows are numbered and sent through the recipe: the numbers that arrive show which
+        layer has them."""
+        owner = stack.rpartition(".")[0]
+        experts = tensor.shape[0]
+        rows = tensor.shape[1]
         numbers = torch.arange(experts * rows).reshape(experts, rows, 1).repeat(1, 1, COLUMNS)
         try:
-            files = self._reverted({stack: numbers}) if self.key(stack) is None else {}
+            files = {}
+            if self.key(stack) is None:
+                files = self._reverted({stack: numbers})
         except (RuntimeError, ValueError, StopIteration):  # the recipe needs more than this one tensor
             files = {}
         parts = [_part(key, ids, rows) for key, ids in files.items()]
@@ -236,7 +253,7 @@ def _conversions(model: Any, reading: bool) -> list[Any]:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
-    except ImportError:  # names are then compared as they are, and what does not fit is refused
+    except ImportError:  # names are then compared without a change, and a mismatch is refused
         return []
     if reading:
         return list(get_model_conversion_mapping(model))

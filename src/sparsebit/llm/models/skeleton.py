@@ -88,11 +88,13 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
         return usual
     found = getattr(transformers, names[0], None)
     if not isinstance(found, type):  # PhiMoEForCausalLM of the files is PhimoeForCausalLM there
-        found = usual if usual is not None and usual.__name__.lower() == names[0].lower() else None
+        found = None
+        if usual is not None and usual.__name__.lower() == names[0].lower():
+            found = usual
     if found is None:
         raise ConfigError(
             f"{folder}: config.json names the class {names[0]!r}, which transformers {transformers.__version__} "
-            "does not have; models with code of their own are loaded by you and passed as a module"
+            "does not have; load a model that brings its own code yourself, and pass it as a module"
         )
     return found
 
@@ -119,7 +121,8 @@ def first_line(error: BaseException) -> str:
 
 
 def make_up(model: Any, names: list[str]) -> list[str]:
-    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; says which."""
+    """Tensors that checkpoints leave out because the class computes them, such as tables of sines; returns their
+    names."""
     patterns = [
         pattern
         for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
@@ -134,7 +137,7 @@ def make_up(model: Any, names: list[str]) -> list[str]:
 
 
 def tie_weights(model: Any, there: set[str] | None = None) -> None:
-    """transformers' own way to make tied weights one again; `there` are those that came from files.
+    """transformers' own way to make tied weights one again; `there` holds the names that came from files.
 
     Two that should be one, but are in the files with different values, stay two, and the config says so.
     """
@@ -150,13 +153,17 @@ def tie_weights(model: Any, there: set[str] | None = None) -> None:
         model.tie_weights(missing_keys=missing, recompute_mapping=False)
         return
     for name in ("config", "text_config"):
-        config = getattr(model, "config", None) if name == "config" else model.config.get_text_config()
+        if name == "config":
+            config = getattr(model, "config", None)
+        else:
+            config = model.config.get_text_config()
         if getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # type: ignore[union-attr]
 
 
 def _equal(model: nn.Module, a: str, b: str) -> bool:
-    first, second = model.state_dict()[a], model.state_dict()[b]
+    first = model.state_dict()[a]
+    second = model.state_dict()[b]
     return first is second or (not first.is_meta and not second.is_meta and torch.equal(first, second))
 
 

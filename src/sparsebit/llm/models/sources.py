@@ -1,6 +1,6 @@
 """Where the float weights come from: a model in memory, or the safetensors of a folder, read block by block.
 
-Either way the caller gets blocks of its own; the user's model is never written to.
+In both cases the caller gets copies of the blocks; the user's model is never changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InMemory:
                     yield parameter.flatten(0, -2)[:1].detach()
 
     def rest(self) -> dict[str, Tensor]:
-        """What lies outside the blocks, under the names of the files; of tied weights one."""
+        """The tensors outside the blocks, under the names of the files; one of each pair of tied weights."""
         tied = tied_names(self.model)
         state = {
             n: t for n, t in self.model.state_dict().items() if not self.layout.inside(n) and n not in tied
@@ -72,7 +72,7 @@ class InMemory:
         return self.names.to_files({name: t.detach().contiguous() for name, t in state.items()})
 
     def extras(self) -> dict[str, Tensor]:
-        """What the model has no place for, as it is."""
+        """Tensors of the files that have no place in the model, unchanged."""
         return {}
 
 
@@ -99,7 +99,8 @@ class OnDisk(InMemory):
         tie_weights(self.model, set(self.plan.made) | self.made_up)
 
     def block(self, index: int) -> nn.Module:
-        block, prefix = copy.deepcopy(self.blocks[index]), self.layout.prefix(index)
+        block = copy.deepcopy(self.blocks[index])
+        prefix = self.layout.prefix(index)
         tensors = self._read([prefix + name for name in block.state_dict()])
         block.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items()}, assign=True)
         return unfold(block.eval().requires_grad_(False), self.naming(index))
@@ -196,14 +197,17 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; one that is missing, cut short or not what the index says is named."""
+    """A safetensors file. The error names a file that is missing, cut short, or different from the index."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
     except (SafetensorError, FileNotFoundError) as error:
-        what = "is missing" if not path.exists() else f"cannot be read: {first_line(error)}"
+        if not path.exists():
+            what = "is missing"
+        else:
+            what = f"cannot be read: {first_line(error)}"
         raise ConfigError(f"{path}: {what}; copy or download the file again") from error
 
 
@@ -221,7 +225,10 @@ def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple
 def tied_names(model: nn.Module) -> set[str]:
     """Of tensors that are one, all names but the one that checkpoints use."""
     declared = getattr(model, "all_tied_weights_keys", None)
-    second = set(declared) if isinstance(declared, dict) else set()
+    if isinstance(declared, dict):
+        second = set(declared)
+    else:
+        second = set()
     state = model.state_dict()
     seen: set[Any] = set()
     tied = set()
@@ -239,7 +246,9 @@ def tied_names(model: nn.Module) -> set[str]:
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
     """As transformers loads them: in the config's dtype, except what a model wants to keep in float32."""
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    plan = {}
+    if hasattr(model, "_get_dtype_plan"):
+        plan = model._get_dtype_plan(model.dtype)
     for name in found:
         for pattern, dtype in plan.items():
             if re.search(pattern.replace("*", ".*"), name):

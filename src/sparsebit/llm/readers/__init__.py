@@ -1,7 +1,7 @@
 """Programs that run what `llm.quantize` writes, one file each.
 
-A reader says before the work whether it could run a checkpoint (`judge`). After the work, where it is installed, it
-runs the folder in a process of its own (`logits`). A reader that is not installed answers from a table of its rules.
+Before the work, a reader judges whether it could run a checkpoint (`judge`). After the work, an installed reader runs
+the folder in a separate process (`logits`). A reader that is not installed answers from a table of its rules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
     tensors: dict[str, tuple[tuple[int, ...], str]] = field(
         repr=False
     )  # by their names in the files: shape, dtype
-    dtype: str = "float32"  # of what stays float
+    dtype: str = "float32"  # of the float part
     reordered: bool = False  # groups follow a g_idx
 
     @property
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reader says about a plan. `reason` is why it refuses; `settings` are words for quantization_config."""
+    """The answer of a reader to a plan. `reason` explains a refusal; `settings` are entries for quantization_config."""
 
     reason: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -104,11 +104,12 @@ class Reader:
         raise NotImplementedError
 
     def missing(self, plan: Plan) -> str:
-        """What it needs and what is not installed; where this is empty, `logits` runs."""
+        """The packages that it needs and that are not installed. If the list is empty, `logits` runs."""
         return "not installed"
 
     def logits(self, folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Of the checkpoint, in float32, in a process without Sparsebit; an ExportError says what went wrong."""
+        """The logits of the checkpoint in float32, from a process without Sparsebit. An ExportError has the reason of a
+        failure."""
         raise NotImplementedError
 
 

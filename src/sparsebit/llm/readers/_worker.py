@@ -5,7 +5,7 @@
 
 `extra` are tensors that had no place in the float model either.
 
-It ends when its input ends, or when nobody asked for a while, so that it does not hold memory during a long run.
+It ends when its input ends, or after some time without a question, so that it does not hold memory during a long run.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ def prepare():
 
     try:
         importlib.import_module("torchvision")
-    except Exception:
+    except Exception:  # a torchvision for another torch raises errors of any kind
         for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
             del sys.modules[name]
         sys.modules["torchvision"] = None
@@ -75,7 +75,7 @@ def probe(torch, transformers, ask):
 
 @contextlib.contextmanager
 def still_packed():
-    """Layers stay packed after loading; compressed-tensors does not unpack what has no memory."""
+    """Layers stay packed after loading; compressed-tensors does not unpack tensors without memory."""
     try:
         from compressed_tensors.compressors import ModelCompressor
     except ImportError:  # a format that does not need it
@@ -124,10 +124,11 @@ def main():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     sys.stdout = sys.stderr
-    modules, wrong = None, ""
+    modules = None
+    wrong = ""
     try:
         modules = prepare()
-    except Exception as error:
+    except Exception as error:  # the answer carries the error to the other process
         wrong = f"{type(error).__name__}: {error}"
     tasks = {"probe": probe, "run": run}
     while os.name == "nt" or select.select([sys.stdin], [], [], IDLE)[0]:
@@ -136,8 +137,11 @@ def main():
             return
         ask = json.loads(line)
         try:
-            answer = tasks[ask["task"]](*modules, ask) if modules else {"broken": wrong}
-        except Exception as error:
+            if modules:
+                answer = tasks[ask["task"]](*modules, ask)
+            else:
+                answer = {"broken": wrong}
+        except Exception as error:  # the answer carries the error to the other process
             answer = {"error": f"{type(error).__name__}: {error}".strip()}
         answer["clean"] = "sparsebit" not in sys.modules
         answers.write(json.dumps(answer) + "\n")

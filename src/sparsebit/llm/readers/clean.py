@@ -45,7 +45,7 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
     if not found["clean"]:
         raise ExportError("the process that reads the checkpoint has imported sparsebit; please report it")
     if "broken" in found:
-        raise ExportError(f"transformers cannot be imported in a process of its own: {found['broken']}")
+        raise ExportError(f"transformers cannot be imported in a separate process: {found['broken']}")
     return found
 
 
@@ -78,7 +78,7 @@ def _stop() -> None:
     if _process is not None:
         for pipe in (_process.stdin, _process.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # of a question that nobody read
+                with contextlib.suppress(BrokenPipeError):  # the answer to a question that was given up
                     pipe.close()
         _process.wait()
         _process = None
@@ -88,7 +88,7 @@ atexit.register(_stop)
 
 
 def _said() -> str:
-    """The last line of what it printed."""
+    """The last line of its output."""
     if _errors is None:
         return "nothing was printed"
     _errors.seek(0)

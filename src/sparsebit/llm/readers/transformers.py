@@ -40,7 +40,9 @@ class Transformers(Reader):
             plan.format, ("compressed_tensors", "accelerate")
         )
         absent = [name for name in ("transformers", *needs) if importlib.util.find_spec(name) is None]
-        return f"needs {' and '.join(absent)}, not installed here" if absent else ""
+        if absent:
+            return f"needs {' and '.join(absent)}, not installed here"
+        return ""
 
     def judge(self, plan: Plan) -> Verdict:
         reason = _refusal(plan)
@@ -55,7 +57,7 @@ class Transformers(Reader):
             return Verdict(unknown=str(error))
 
     def _try(self, plan: Plan) -> Verdict:
-        """As it is; then unpacked at loading, where that gives the same weights."""
+        """First packed; then unpacked at loading, if that gives the same weights."""
         about = plan.config.get("quantization_config", {})
         unpacks = plan.format in ("compressed-tensors", "turned") and _one_scheme(plan)
         reason = "" if about.get("dequantize") else probe(plan)
@@ -65,14 +67,17 @@ class Transformers(Reader):
             return Verdict(reason)
         settings = {"dequantize": True}
         again = probe(plan.with_settings(settings))
-        return Verdict(f"{again}{_later(self.version())}") if again else Verdict(settings=settings)
+        if again:
+            return Verdict(f"{again}{_later(self.version())}")
+        return Verdict(settings=settings)
 
     def logits(self, folder: Path, inputs: Mapping[str, Tensor]) -> Tensor:
         from safetensors.torch import load_file, save_file
 
         config = json.loads((folder / "config.json").read_text())
         with tempfile.TemporaryDirectory() as place:
-            given, found = Path(place, "inputs.safetensors"), Path(place, "logits.safetensors")
+            given = Path(place, "inputs.safetensors")
+            found = Path(place, "logits.safetensors")
             save_file(
                 {
                     name: tensor.clone(memory_format=torch.contiguous_format)
@@ -124,10 +129,12 @@ def version_of(package: str) -> str:
 
 
 def _refusal(plan: Plan) -> str:
-    """What is known without asking."""
+    """The facts that are known without a process."""
     experts = {layer.spec for layer in plan.layers.values() if layer.expert}
     if plan.format == "gptq":
-        return "its experts are one tensor, which optimum does not pack" if experts else ""
+        if experts:
+            return "its experts are one tensor, which optimum does not pack"
+        return ""
     for name, layer in plan.layers.items():
         if layer.spec.group and layer.inputs % layer.spec.group:
             return f"{layer.inputs} inputs of {name} are no multiple of {layer.spec.group}"
@@ -143,7 +150,9 @@ def _refusal(plan: Plan) -> str:
 def _later(version: str) -> str:
     """Older versions unpack after loading, when a class has looked for its weights already."""
     numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
-    return " (5.23 and later unpack layers while they load)" if numbers < [5, 23] else ""
+    if numbers < [5, 23]:
+        return " (5.23 and later unpack layers while they load)"
+    return ""
 
 
 def _one_scheme(plan: Plan) -> bool:
@@ -164,7 +173,9 @@ def _reason(answer: dict[str, Any]) -> str:
     """An error, or tensors that did not find their place, in a few words."""
     if "error" in answer:
         text = str(answer["error"]).splitlines()[0][:200]
-        return "its tensors could not be converted while loading" if "automatic conversion" in text else text
+        if "automatic conversion" in text:
+            return "its tensors could not be converted while loading"
+        return text
     words = {
         "missing_keys": "would get random values, such as {}",
         "unexpected_keys": "of the files have no place, such as {}",

@@ -33,9 +33,13 @@ def nf4_layer(weight: Tensor, bias: Tensor | None) -> Any:
     """A Linear4bit with this weight, which computes in its dtype."""
     bnb = _bitsandbytes()
     layer = bnb.nn.Linear4bit(
-        weight.shape[1], weight.shape[0], bias=bias is not None, compute_dtype=weight.dtype, quant_type="nf4",
+        weight.shape[1],
+        weight.shape[0],
+        bias=bias is not None,
+        compute_dtype=weight.dtype,
+        quant_type="nf4",
         device="meta",
-    )  # fmt: skip
+    )
     layer.weight = bnb.nn.Params4bit(
         weight.detach().contiguous(), requires_grad=False, quant_type="nf4", module=layer
     )

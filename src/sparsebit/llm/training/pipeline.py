@@ -2,7 +2,7 @@
 
     stage = cut(model, rank, ranks)     # then PipelineStage(stage, rank, ranks, device), Schedule1F1B(...)
 
-The other blocks lose their weights and pass the hidden state on, so that names stay what they were.
+The other blocks lose their weights and return the hidden state unchanged, so that all names stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ class Stage(nn.Module):
 
     def __init__(self, model: Any, first: bool, last: bool) -> None:
         super().__init__()
-        self.model, self.first, self.last = model, first, last
+        self.model = model
+        self.first = first
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         given = {"input_ids" if self.first else "inputs_embeds": x, "use_cache": False}
@@ -35,7 +37,9 @@ def cut(model: Any, rank: int, ranks: int) -> Stage:
     """The part of `model` that process `rank` of `ranks` runs; adapters may be on it. `model` itself is cut."""
     if hasattr(model, "get_base_model"):  # PEFT's wrapper
         model = model.get_base_model()
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder = None
+    if hasattr(model, "get_decoder"):
+        decoder = model.get_decoder()
     blocks = getattr(decoder, "layers", None)
     if decoder is None or not isinstance(blocks, nn.ModuleList) or not hasattr(decoder, "norm"):
         raise ConfigError(

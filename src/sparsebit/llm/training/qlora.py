@@ -53,8 +53,8 @@ def merge(model: Any, into: str = "float") -> Merged:
     """Adapters become part of the weights; like PEFT's merge_and_unload this uses up `model`.
 
     into="float"  all packed layers become float Linear layers: an ordinary model, for `save_pretrained`; exact.
-    into="grid"   they stay packed, with the same bits and groups, for `save`; NF4 layers become NF4 again. Rounding
-                  may cost more than a small adapter says: the errors tell. Quantizing the float result with data
+    into="grid"   they stay packed, with the same bits and groups, for `save`; NF4 layers become NF4 again. Rounding may
+    cost more than a small adapter gains: the returned errors show it. Quantizing the float result with data
                   (llm.quantize) loses less.
     """
     if into not in ("float", "grid"):
@@ -91,7 +91,9 @@ def _lora_layer() -> Any:
 
 def _merge_layer(layer: Any, into: str) -> tuple[nn.Module, dict[str, float]]:
     base = layer.get_base_layer()
-    before, bias, dtype = _weight(base), base.bias, _dtype(base)
+    before = _weight(base)
+    bias = base.bias
+    dtype = _dtype(base)
     weight = before.clone()
     for adapter in (a for a in layer.active_adapters if a in layer.lora_A):
         if adapter in layer.lora_variant:  # such as DoRA
@@ -121,7 +123,9 @@ def _weight(layer: Any) -> Tensor:
     """The float32 matrix of a layer, packed or not."""
     if is_nf4(layer):
         return nf4_weight(layer)
-    return layer.dequantize(torch.float32) if isinstance(layer, QuantLinear) else layer.weight.float()
+    if isinstance(layer, QuantLinear):
+        return layer.dequantize(torch.float32)
+    return layer.weight.float()
 
 
 def _dtype(layer: Any) -> torch.dtype:
@@ -160,7 +164,8 @@ def requantize(weight: Tensor, q: QuantizedWeight) -> QuantizedWeight:
 
 def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
     """A model that was loaded from the checkpoint `source` and merged into="grid", as a checkpoint like it."""
-    source, folder = Path(source), Path(folder)
+    source = Path(source)
+    folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"save: {folder} is not empty; choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +184,8 @@ def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
 def _save_own(model: nn.Module, source: Path, folder: Path) -> None:
     """Of a user's own module, whose tensors have the same names in the files; the files are those of `source`."""
     config = json.loads((source / "config.json").read_text())
-    layout, tensors = format_of(config["quantization_config"]), dict(model.state_dict())
+    layout = format_of(config["quantization_config"])
+    tensors = dict(model.state_dict())
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     packed = {name: m.quantized() for name, m in linears.items() if isinstance(m, QuantLinear)}
     for name, q in packed.items():

@@ -1,8 +1,8 @@
 """A model whose residual stream is rotated: h Q instead of h, with the same outputs (QuaRot, SpinQuant, 2024).
 
 Gains of norms move into the layers that read them; then readers get W Q, writers Q^T W, embeddings E Q. That holds for
-RMSNorm alone, which only sees the length of h. Every block and what lies around them are run both ways: what does
-not give the same is refused.
+RMSNorm alone, which only sees the length of h. Every block, and the rest of the model, runs both ways: a different
+output is refused.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ class Rotated(InMemory):
     def __init__(self, inner: InMemory) -> None:
         if len(inner.layout.towers) + len(inner.layout.left) > 1:
             raise ConfigError(f"rotate: the model has more than one tower; {WAY_OUT}")
-        self.inner, self.layout, self.folder = inner, inner.layout, inner.folder
-        self.names, self.extra = inner.names, inner.extra
+        self.inner = inner
+        self.layout = inner.layout
+        self.folder = inner.folder
+        self.names = inner.names
+        self.extra = inner.extra
         shared: dict[int, Any] = {id(p): p for p in inner.model.parameters()}
         self.model = copy.deepcopy(inner.model, shared)  # its own modules, the same tensors
         self.calls: list[list[Call]] = []
@@ -46,8 +49,9 @@ class Rotated(InMemory):
         self.q = self._rotate_outside()
 
     def prove(self, captured: Captured, batches: Any) -> None:
-        """Compares what lies outside the blocks; from here on, blocks are compared when they are made."""
-        self.calls, self.hidden = [calls[:1] for calls in captured.calls], captured.hidden[0]
+        """Compares the layers outside the blocks. Each block is compared when it is made."""
+        self.calls = [calls[:1] for calls in captured.calls]
+        self.hidden = captured.hidden[0]
         batch = next(iter(as_iterable(batches)))
         first = self.inner.block(0)
         ours, theirs = (_outside(s.model, s.blocks, batch, first) for s in (self, self.inner))
@@ -63,8 +67,10 @@ class Rotated(InMemory):
         block = self.inner.block(index)
         kind = next(iter(linears_of(block).values())).weight.dtype
         exact = torch.promote_types(kind, torch.float32)
-        block, call = block.to(exact), self.calls[index][0].cast(exact)
-        rotated, plain = self.hidden.to(exact), (self.hidden.to(exact) @ self.q.T.to(exact))
+        block = block.to(exact)
+        call = self.calls[index][0].cast(exact)
+        rotated = self.hidden.to(exact)
+        plain = self.hidden.to(exact) @ self.q.T.to(exact)
         expected = call.run(block, plain) @ self.q.to(exact)
         rotate_block(block, call, plain, self.q, self.layout.prefix(index)[:-1])
         if not _close(call.run(block, rotated), expected, exact):
@@ -96,7 +102,7 @@ class Rotated(InMemory):
                 f"blocks, not one norm between blocks and head; {WAY_OUT}"
             )
         q = rotation(width)
-        (name, norm), = norms.items()  # fmt: skip
+        [(name, norm)] = norms.items()
         gain = take_gain(norm, name)
         for table in tables:
             put(table, "weight", table.weight.double() @ q.to(table.weight.device))
@@ -110,8 +116,9 @@ class Rotated(InMemory):
 
 @torch.no_grad()
 def rotate_block(block: nn.Module, call: Call, hidden: Tensor, q: Tensor, name: str) -> None:
-    """In place: `hidden` is an input of the block as it is, which shows who reads the stream through which norm."""
-    linears, width = linears_of(block), len(q)
+    """Changes the block. Its input `hidden` shows which layer reads the stream through which norm."""
+    linears = linears_of(block)
+    width = len(q)
     groups = sharing(Lane(block, [call], [hidden]), linears)
     trial = Trial(block, groups, call, hidden)
     read: set[str] = set()
@@ -147,12 +154,12 @@ def take_gain(norm: Any, name: str) -> Tensor:
 
 
 def put(module: Any, leaf: str, value: Tensor) -> None:
-    """A parameter of its own, in the dtype of the old one."""
+    """A new parameter, in the dtype of the old one."""
     setattr(module, leaf, nn.Parameter(value.to(getattr(module, leaf).dtype), requires_grad=False))
 
 
 def _outside(model: nn.Module, blocks: nn.ModuleList, batch: Any, first: nn.Module) -> Tensor:
-    """The logits of the model with blocks that hand on what they get."""
+    """The logits of the model with blocks that return their inputs."""
     signature = signature_of(model)
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
     args, kwargs = ForwardCall.of(batch, signature)

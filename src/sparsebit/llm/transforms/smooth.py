@@ -1,8 +1,8 @@
-"""Scales that move between layers: y = W s (x / s), with 1 / s folded into what makes x, so the model stays plain.
+"""Scales that move between layers: y = W s (x / s), with 1 / s folded into the producer of x, so the model stays plain.
 
-What makes x is found, not declared: the norm whose output is x, or an earlier Linear whose rows reach x channel by
-channel (v through attention to the output projection, up through the gate to down). A find counts only if the block
-and the layers give what they gave before, with random scales.
+The producer of x is found, not declared: the norm whose output is x, or an earlier Linear whose rows reach x channel by
+channel (v through attention to the output projection, up through the gate to down). A producer counts only if the
+outputs of the block and its layers stay the same with random scales.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fold(block: nn.Module, feeder: Feeder, layers: list[str], scales: Tensor) ->
 
 
 def norm_offset(norm: Any) -> float:
-    """What is added to a norm's weight before it multiplies: 0, or 1 as in Gemma."""
+    """The number that a norm adds to its weight before it multiplies: 0, or 1 in Gemma."""
     probe = copy.deepcopy(norm).float()
     probe.weight.data.zero_()
     if getattr(probe, "bias", None) is not None:
@@ -63,7 +63,7 @@ def _set(module: Any, leaf: str, change: Any) -> None:
 
 
 class Feeders:
-    """Finds feeders block by block; what was found in one block is tried first in the next."""
+    """Finds feeders block by block. The feeders of one block are tried first in the next."""
 
     def __init__(self) -> None:
         self.known: dict[str, Feeder | None] = {}
@@ -93,7 +93,9 @@ class Trial:
     """A float32 copy of a block, what its modules give, and whether they still do with scales folded in."""
 
     def __init__(self, block: nn.Module, groups: list[list[str]], call: Call, hidden: Tensor) -> None:
-        self.block, self.call, self.hidden = block, call, hidden
+        self.block = block
+        self.call = call
+        self.hidden = hidden
         self.layers = [name for group in groups for name in group]
         self.inputs: dict[str, Tensor] = {}
         self.outputs: list[tuple[str, Any]] = []  # in the order of running
@@ -172,10 +174,13 @@ def row_maps(rows: int, width: int, head_sizes: list[int]) -> Iterator[Tensor]:
     if rows >= width and rows % width == 0:
         yield channels + rows - width
     for size in head_sizes:
-        shared = (
-            rows if rows < width else (rows - width) // 2
-        )  # a part of its own, or the last of fused q, k, v
-        heads, kept = width // size, shared // size
+        # a separate layer, or the last part of fused q, k, v
+        if rows < width:
+            shared = rows
+        else:
+            shared = (rows - width) // 2
+        heads = width // size
+        kept = shared // size
         if width % size == 0 and shared % size == 0 and kept and heads % kept == 0 and heads > kept:
             yield (channels // size // (heads // kept)) * size + channels % size + rows - shared
         if rows == 3 * width and width % size == 0:  # q, k, v head by head

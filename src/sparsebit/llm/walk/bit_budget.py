@@ -41,7 +41,8 @@ def allocate(errors: Sequence[Mapping[int, float]], sizes: Sequence[int], averag
                 table[row, cost:] = best[: room + 1 - cost] + e[bits]
         choices.append(table.argmin(0))
         best = table.min(0)
-    taken, left = [], room
+    taken = []
+    left = room
     for e, size, choice in zip(reversed(errors), reversed(units), reversed(choices)):
         bits = list(e)[int(choice[left])]
         taken.append(bits)

@@ -38,7 +38,7 @@ from sparsebit.numeric.solvers.gptq import Statistics
 from sparsebit.numeric.solvers.smoothquant import round_tokens
 
 log = logging.getLogger("sparsebit")
-TRIM = 8  # blocks after which freed memory goes back: to get it again costs time
+TRIM = 8  # freed memory is returned after this many blocks: to get it again costs time
 
 
 def walk(
@@ -46,7 +46,7 @@ def walk(
 ) -> Iterator[int]:
     """Yields each block's number when it is stored; tower after tower, in the order of running.
 
-    ends  gets what comes out of the towers.
+    ends  receives the outputs of the towers.
     """
     if relay is None:
         for t, tower in enumerate(source.layout.towers):
@@ -55,7 +55,7 @@ def walk(
         return
     twin = job.match_float and job.method.twin and relay.fitted > 0
     floats = relay.towers(copies=True, start=0 if twin else relay.fitted)
-    first = next(floats)  # a copy, before the other one changes what they share
+    first = next(floats)  # a copy, before the other one changes their shared tensors
     for (t, captured), (_, apart) in zip(relay.towers(), itertools.chain([first], floats)):
         yield from _walk_tower(source, _Streams(t, captured, apart, relay.fitted, twin), job, store)
         if ends is not None:
@@ -75,12 +75,17 @@ class _Streams:
 
 @torch.no_grad()
 def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Iterator[int]:
-    captured, floats = flow.captured, flow.floats
-    hidden, feeders, start = captured.hidden, Feeders(), start_of(source, source.layout.towers[flow.tower])
+    captured = flow.captured
+    floats = flow.floats
+    hidden = captured.hidden
+    feeders = Feeders()
+    start = start_of(source, source.layout.towers[flow.tower])
     for i in range(start, start + len(captured.calls)):
-        block, prefix = source.block(i), source.layout.prefix(i)
+        block = source.block(i)
+        prefix = source.layout.prefix(i)
         float_block = copy.deepcopy(block) if flow.twin else None
-        calls, float_calls = captured.calls[i - start], floats.calls[i - start]
+        calls = captured.calls[i - start]
+        float_calls = floats.calls[i - start]
         names = list(linears_of(block))
         lane = Lane(block, calls[: flow.fitted], hidden, names)
         twin = None
@@ -113,7 +118,7 @@ def _walk_tower(source: InMemory, flow: _Streams, job: Job, store: Store) -> Ite
 
 @contextlib.contextmanager
 def _as_loaded(block: nn.Module, prefix: str, job: Job) -> Iterator[None]:
-    """The block does what it will do when it is loaded: it may round the inputs of its layers, too."""
+    """The block computes as it will after loading: it may also round the inputs of its layers."""
     layers = [m for n, m in linears_of(block).items() if prefix + n in job.specs and job.format.activations]
     hooks = [m.register_forward_pre_hook(lambda _, args: (round_tokens(args[0]), *args[1:])) for m in layers]
     try:
@@ -148,7 +153,10 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
     groups = [list(linears)]
     if measured:
         groups = sharing(lanes.twin or lanes.lane.apart(), linears)
-    stages = _stages(lanes.block, groups) if job.true_sequential else [groups]
+    if job.true_sequential:
+        stages = _stages(lanes.block, groups)
+    else:
+        stages = [groups]
     solved: dict[str, Solved] = {}
     about: dict[str, dict[str, Any]] = {}
     folded: dict[str, dict[str, Any]] = {}
@@ -160,7 +168,8 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
         if measured:
             names = [name for name in names if name in statistics or not _stays(name, prefix, job)]
         for name in names:
-            spec, seen = job.specs[prefix + name], statistics.get(name)
+            spec = job.specs[prefix + name]
+            seen = statistics.get(name)
             solved[name], told = solve(linears[name], seen, spec, job, prefix + name)
             about[prefix + name] = {**told, **folded.get(name, {})}
         for name in names:
@@ -187,7 +196,10 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
     stages: dict[str, list[list[str]]] = {}
     for group in groups:
         owner, _, leaf = group[0].rpartition(".")
-        stack = f"{owner.rpartition('.')[0]}.*.{leaf}" if is_routed(block, group[0]) else group[0]
+        if is_routed(block, group[0]):
+            stack = f"{owner.rpartition('.')[0]}.*.{leaf}"
+        else:
+            stack = group[0]
         stages.setdefault(stack, []).append(group)
     return list(stages.values())
 
@@ -195,10 +207,13 @@ def _stages(block: nn.Module, groups: list[list[str]]) -> list[list[list[str]]]:
 def _fold_scales(
     lanes: _Lanes, groups: list[list[str]], prefix: str, job: Job, choose: Callable[..., Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Scales that the method chooses, where the block has a place for them; says which layer took them."""
+    """Scales that the method chooses, where the block has a place for them; returns the names of the layers that took
+    them."""
     found = lanes.feeders.find(lanes.block, groups, lanes.lane.calls[0], lanes.lane.hidden[0])
     scaled = [(group, feeder) for group, feeder in zip(groups, found) if feeder is not None]
-    statistics = lanes.collect([group for group, _ in scaled], peaks=True) if scaled else {}
+    statistics = {}
+    if scaled:
+        statistics = lanes.collect([group for group, _ in scaled], peaks=True)
     about = {}
     for group, feeder in scaled:
         weights = [lanes.block.get_submodule(name).weight for name in group]

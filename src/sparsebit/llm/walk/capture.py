@@ -1,8 +1,8 @@
-"""How the model calls its blocks: one forward with blocks that only write down what they get.
+"""How the model calls its blocks: one forward with blocks that only record their arguments.
 
 The hidden state that enters the first block is kept, and for every block the other arguments (masks, positions), so
 that blocks can be run one at a time, without the model around them. Towers that are done already (an encoder, when it
-is the decoder's turn) hand out what they gave.
+is the decoder's turn) return their recorded outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIDDEN = ("hidden_states", "x", "hidden", "input")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one block for one batch, with a hole where the hidden state goes."""
+    """The arguments of one block for one batch, with a hole in the place of the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -43,12 +43,15 @@ class Call:
         """With all float tensors in `dtype`."""
 
         def change(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
 
         return Call(pytree.tree_map(change, self.args), pytree.tree_map(change, self.kwargs), self.hole)
 
     def output(self, block: nn.Module, hidden: Tensor) -> Any:
-        args, kwargs = list(self.args), dict(self.kwargs)
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
         if isinstance(self.hole, int):
             args[self.hole] = hidden
         else:
@@ -60,19 +63,24 @@ class Wrap:
     """What a block returns beside the hidden state."""
 
     def __init__(self, others: list[Any], tree: Any) -> None:
-        self.others, self.tree = others, tree
+        self.others = others
+        self.tree = tree
         self.tensors = any(isinstance(leaf, Tensor) for leaf in others)
 
     def __call__(self, hidden: Tensor) -> Any:
-        return hidden if self.tree is None else pytree.tree_unflatten([hidden, *self.others], self.tree)
+        if self.tree is None:
+            return hidden
+        return pytree.tree_unflatten([hidden, *self.others], self.tree)
 
 
 def first_tensor(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
+    if isinstance(output, (tuple, list)):
+        return output[0]
+    return output
 
 
 class _Enough(Exception):
-    """The last block has been reached: what follows, such as a large head, need not run."""
+    """The last block has been reached: the layers behind it, such as a large head, need not run."""
 
 
 class Captured:
@@ -82,17 +90,21 @@ class Captured:
         self.hidden: Any = [] if spill is None else Spilled(spill)  # a list of tensors, or one on disk
         self.calls: list[list[Call]] = [[] for _ in range(blocks)]
         self.wraps: list[Wrap] = []  # of each batch: how a block returns the hidden state
-        self.needed: set[int] = set()  # blocks whose outputs somebody else reads, beside the next block
+        self.needed: set[int] = set()  # blocks whose outputs have another reader than the next block
         self.inner: dict[int, Any] = {}  # those outputs
 
     def __len__(self) -> int:
         return len(self.hidden)
 
     def copy(self, start: int = 0) -> Captured:
-        """With hidden states of its own, of the batches from `start` on."""
+        """A copy for the batches from `start` on, with separate hidden states."""
         other = Captured(len(self.calls))
-        other.hidden = self.hidden[start:] if start else copied(self.hidden)
-        other.calls, other.wraps = [calls[start:] for calls in self.calls], self.wraps[start:]
+        if start:
+            other.hidden = self.hidden[start:]
+        else:
+            other.hidden = copied(self.hidden)
+        other.calls = [calls[start:] for calls in self.calls]
+        other.wraps = self.wraps[start:]
         other.needed = self.needed
         return other
 
@@ -104,7 +116,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Replay:
-    """A tower that is done: its blocks, and what they give to others, batch by batch."""
+    """A finished tower: its blocks, and the outputs that other towers read, batch by batch."""
 
     blocks: Sequence[nn.Module]
     outputs: dict[int, Any]
@@ -112,10 +124,12 @@ class Replay:
 
     def player(self, index: int, again: bool = False) -> Callable[..., Any]:
         """A forward that gives the outputs batch after batch; with `again` those of the first batch every time."""
-        parameters, count = parameters_of(self.blocks[index]), [0]
+        parameters = parameters_of(self.blocks[index])
+        count = [0]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            batch, hidden = count[0], call_of(args, kwargs, parameters)[1]
+            batch = count[0]
+            hidden = call_of(args, kwargs, parameters)[1]
             count[0] += not again
             return self.wraps[batch](self.outputs[index][batch] if index in self.outputs else hidden)
 
@@ -131,7 +145,8 @@ def capture(
     spill: Path | None = None,
     before: Sequence[Replay] = (),
 ) -> Captured:
-    """Runs what lies before and between the blocks; `first` is a copy of the first block, to see what blocks return.
+    """Runs the layers before and between the blocks. `first` is a copy of the first block; it shows the form of the
+    outputs.
 
     spill   a folder for the hidden states.
     before  towers that are done.
@@ -191,7 +206,9 @@ def runner(model: Any) -> Callable[..., Any]:
     takes = {p.kind for p in signature.parameters.values()}
     cached = hasattr(config, "get_text_config") and hasattr(config.get_text_config(), "use_cache")
     passed_on = cached and inspect.Parameter.VAR_KEYWORD in takes
-    extra = {"use_cache": False} if "use_cache" in signature.parameters or passed_on else {}
+    extra = {}
+    if "use_cache" in signature.parameters or passed_on:
+        extra = {"use_cache": False}
     device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
     def run(batch: Any, **more: Any) -> Any:
@@ -238,7 +255,10 @@ def call_of(args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[str]
         raise CalibrationError(
             f"the blocks get no hidden state that can be recognised: {len(args)} arguments and {sorted(kwargs)}"
         )
-    hidden = args[hole] if isinstance(hole, int) else kwargs[hole]
+    if isinstance(hole, int):
+        hidden = args[hole]
+    else:
+        hidden = kwargs[hole]
     args = tuple(None if i == hole or _is_cache(a) else a for i, a in enumerate(args))
     return Call(args, {k: None if _is_cache(v) else v for k, v in kwargs.items() if k != hole}, hole), hidden
 

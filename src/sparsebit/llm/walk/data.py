@@ -1,4 +1,4 @@
-"""Calibration data before any work: what cannot work is refused, padding is cut away, a part is held back.
+"""Calibration data before any work: unusable data is refused, padding is cut away, a part is held back.
 
 The part that is held back is never fitted on; when all blocks are done, the whole model is measured on it.
 """
@@ -23,7 +23,7 @@ from sparsebit.graph.run.signature import signature_of
 log = logging.getLogger("sparsebit")
 ONE_IN = 16  # sequences are held back: one of so many,
 MOST = 16  # at most so many,
-FEWEST = 8  # and none where there are fewer; then the model is measured on what it was fitted on
+FEWEST = 8  # and none where there are fewer; then the model is measured on the tokens that it was fitted on
 LEAST_TOKENS = 16
 PER_INPUTS = 8  # a layer wants at least one token for so many of its inputs
 PADDING = (
@@ -92,7 +92,8 @@ def _last(
     batches: list[Any], sizes: list[int], wanted: int, takes: inspect.Signature
 ) -> tuple[list[Any], list[Any]]:
     """Without and with the last pieces, `wanted` of them or all."""
-    fitted, held = list(batches), list[Any]()
+    fitted = list(batches)
+    held = list[Any]()
     for size in reversed(sizes):
         if not wanted:
             break
@@ -124,14 +125,19 @@ def named(batch: Any, takes: inspect.Signature) -> dict[str, Any] | None:
 
 def rows_of(batch: Any, takes: inspect.Signature) -> int | None:
     """How many sequences a batch of tokens has; None where it holds something else, which cannot be cut by rows."""
-    given = named(batch, takes) if not isinstance(batch, Tensor) else {"": batch}
+    if not isinstance(batch, Tensor):
+        given = named(batch, takes)
+    else:
+        given = {"": batch}
     tensors = {n: t for n, t in (given or {}).items() if isinstance(t, Tensor)}
     text = all(t.dim() == 2 and (not t.is_floating_point() or n.endswith("mask")) for n, t in tensors.items())
     others = [
         v for v in (given or {}).values() if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str)
     ]
     counts = {len(t) for t in tensors.values()}
-    return counts.pop() if text and not others and len(counts) == 1 else None
+    if text and not others and len(counts) == 1:
+        return counts.pop()
+    return None
 
 
 def _cut(batch: Any, takes: inspect.Signature, rows: Any) -> Any:
@@ -160,14 +166,17 @@ def _count(batches: list[Any], takes: inspect.Signature) -> int | None:
     return max(totals.values(), default=None)
 
 
-# -- what cannot work ----------------------------------------------------------------------------------------
+# -- unusable data ----------------------------------------------------------------------------------------
 def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None:
     for name, ids in tokens_of(named(batch, takes) or {}).items():
         if not ids.numel():
             raise CalibrationError(f"{where} has no tokens")
         known = vocabulary_of(model)
         words = ids[~torch.isin(ids, torch.tensor(places_of(model), dtype=ids.dtype, device=ids.device))]
-        wrong = words[(words < 0) | (words >= known)] if known is not None else words[:0]
+        if known is not None:
+            wrong = words[(words < 0) | (words >= known)]
+        else:
+            wrong = words[:0]
         if len(wrong):
             raise CalibrationError(
                 f"{where} has the token {int(wrong[0])}, but the model knows 0 to {(known or 1) - 1}: "
@@ -241,7 +250,9 @@ def without_padding(model: Any, batch: Any, takes: inspect.Signature, where: str
 def _side(model: Any, name: str) -> str:
     """Which of the two sequences of an encoder-decoder a tensor belongs to."""
     both = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
-    return "decoder" if both and (name.startswith("decoder") or name == "labels") else "encoder"
+    if both and (name.startswith("decoder") or name == "labels"):
+        return "decoder"
+    return "encoder"
 
 
 def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -249,7 +260,8 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
     pad = getattr(getattr(model, "config", None), "pad_token_id", None)
     ids = tokens_of(given)
     for side, name in (("encoder", "attention_mask"), ("decoder", "decoder_attention_mask")):
-        mask, labels = given.get(name), given.get("labels")
+        mask = given.get(name)
+        labels = given.get("labels")
         own = [t for n, t in ids.items() if _side(model, n) == side]
         if isinstance(mask, Tensor) and mask.dim() == 2 and (not own or mask.shape == own[0].shape):
             yield side, mask != 0
@@ -260,8 +272,9 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
             if bool(found.any()):
                 log.warning(
                     "batches: %d tokens %d at the ends of sequences are taken for padding; a mask would say what is",
-                    int(found.sum()), pad,
-                )  # fmt: skip
+                    int(found.sum()),
+                    pad,
+                )
             yield side, ~found
 
 
@@ -280,7 +293,8 @@ def _ends(real: Tensor, where: str) -> tuple[int, int]:
     places = real.nonzero().flatten().tolist()
     if not places:
         return 0, 0
-    start, stop = places[0], places[-1] + 1
+    start = places[0]
+    stop = places[-1] + 1
     if stop - start != len(places):
         raise CalibrationError(
             f"{where} is masked in its middle; only padding at the ends can be left out. Cut the text into sequences"

@@ -1,4 +1,4 @@
-"""Job: what is done to every block."""
+"""Job: the work on every block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebit.numeric.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Job:
-    """What is done to every block. `specs` are the grids of the layers that are quantized, by their full names."""
+    """The work on every block. `specs` are the grids of the layers that are quantized, by their full names."""
 
     name: str  # of the method
     method: Method

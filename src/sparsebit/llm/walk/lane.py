@@ -1,8 +1,8 @@
-"""A block on all batches that stops at a layer and goes on later, without running again what it has run.
+"""A block on all batches that stops at a layer and continues later, without running finished layers again.
 
-A forward cannot be left in its middle, so it starts anew; but modules that are done, with weights that are settled,
-hand out the outputs they gave. That only saves time: outputs that are not kept (ROOM is full, or somebody wrote into
-them) are made again, with the same values.
+A forward cannot stop in its middle, so it starts again. But finished modules, whose weights no longer change, return
+their kept outputs. That only saves time: outputs that are not kept (ROOM is full, or other code wrote into them) are
+made again, with the same values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Lane:
     """`open` are the layers whose weights will change: nothing that runs from the first of them on is kept."""
 
     def __init__(self, block: nn.Module, calls: list[Call], hidden: Any, open: Iterable[str] = ()) -> None:
-        self.block, self.calls, self.hidden, self.open = block, calls, hidden, set(open)
+        self.block = block
+        self.calls = calls
+        self.hidden = hidden
+        self.open = set(open)
         self.room = 0 if isinstance(hidden, Spilled) else ROOM
         self._kept: list[dict[Key, _Kept]] = [{} for _ in calls]
         self._surveyed: dict[int, tuple[list[tuple[str, tuple[Tensor, Tensor]]], Tensor]] = {}
@@ -130,7 +133,7 @@ class Lane:
 
 
 def _version(tensor: Tensor) -> int:
-    """Rises when somebody writes into it; tensors of inference mode do not count."""
+    """A number that rises with every write into the tensor; tensors of inference mode have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -138,7 +141,10 @@ class _Run:
     """One forward, with every module of the block asked first whether it has run before."""
 
     def __init__(self, lane: Lane, i: int, inputs: Watched = NOTHING, outputs: Watched = NOTHING) -> None:
-        self.lane, self.i, self.inputs, self.outputs = lane, i, inputs, outputs
+        self.lane = lane
+        self.i = i
+        self.inputs = inputs
+        self.outputs = outputs
         self.left = inputs[0] | outputs[0]
         self.early = bool(self.left)  # ends when all of them have run
         self.keeping = True
@@ -165,7 +171,8 @@ class _Run:
     def _asking(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            lane, (above, count, done) = self.lane, self.frames[-1]
+            lane = self.lane
+            above, count, done = self.frames[-1]
             key = (*above, (name, count[name]))
             count[name] += 1
             kept = lane._kept[self.i].get(key)
@@ -203,5 +210,6 @@ class _Functions(TorchFunctionMode):
         self.attention = asking("attention()", F.scaled_dot_product_attention)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = self.attention if func is F.scaled_dot_product_attention else func
+        if func is F.scaled_dot_product_attention:
+            func = self.attention
         return func(*args, **(kwargs or {}))

@@ -38,9 +38,12 @@ class Relay:
     """The calibration data of one source, tower by tower: batches to fit on, then `held` ones to measure on."""
 
     def __init__(self, source: InMemory, data: Data, spill: Path | None, progress: bool | None) -> None:
-        self.source, self.spill, self.progress = source, spill, progress
+        self.source = source
+        self.spill = spill
+        self.progress = progress
         towers = source.layout.towers
-        self.batches, self.held = [*data.fitted, *data.held], len(data.held)
+        self.batches = [*data.fitted, *data.held]
+        self.held = len(data.held)
         self.order = list(range(len(towers)))
         self.needed: dict[int, set[int]] = {}
         if len(towers) > 1:
@@ -54,7 +57,9 @@ class Relay:
             if isinstance(error, SparsebitError):
                 raise
             first = self.batches[0]
-            given = ", ".join(first) if isinstance(first, Mapping) else "a tensor of tokens"
+            given = "a tensor of tokens"
+            if isinstance(first, Mapping):
+                given = ", ".join(first)
             raise CalibrationError(
                 f"batches: the model does not run on the first one, which is {given}: {type(error).__name__}: "
                 f"{first_line(error)}; pass batches of the model's processor"
@@ -73,7 +78,10 @@ class Relay:
         """
         done: list[Replay] = []
         for t in self.order:
-            captured = self.first if t == self.order[0] else self._capture(t, done, start)
+            if t == self.order[0]:
+                captured = self.first
+            else:
+                captured = self._capture(t, done, start)
             if copies:
                 captured = captured.copy(start if captured is self.first else 0)
             yield t, captured
@@ -85,7 +93,8 @@ class Relay:
         return list(found)
 
     def _capture(self, t: int, done: list[Replay], start: int = 0) -> Captured:
-        tower, source = self.source.layout.towers[t], self.source
+        tower = self.source.layout.towers[t]
+        source = self.source
         used = tracked(self.batches[start:], self.progress, "capturing")
         block = source.sample(start_of(source, tower))
         try:
@@ -102,7 +111,7 @@ def start_of(source: InMemory, tower: Tower) -> int:
 
 
 class Ends:
-    """What comes out of the towers for the held-back batches, in both models."""
+    """The outputs of the towers for the held-back batches, in both models."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -127,10 +136,11 @@ class _Enough(Exception):
 
 
 class _Survey:
-    """One batch through the model with blocks that hand on what they get."""
+    """One batch through the model with blocks that return their inputs."""
 
     def __init__(self, source: InMemory, batch: Any) -> None:
-        self.source, self.batch = source, batch
+        self.source = source
+        self.batch = batch
         self.towers = source.layout.towers
         lists: list[Any] = [source.model.get_submodule(tower.path) for tower in self.towers]
         self.blocks: list[list[nn.Module]] = [list(blocks) for blocks in lists]
@@ -188,7 +198,9 @@ class _Survey:
 
 def _clean(hidden: Tensor) -> Tensor:
     """The NaN that one block put out must not reach the next ones by way of the stream."""
-    return torch.nan_to_num(hidden) if bool(torch.isnan(hidden).any()) else hidden
+    if bool(torch.isnan(hidden).any()):
+        return torch.nan_to_num(hidden)
+    return hidden
 
 
 def _has_nan(value: Any) -> bool:

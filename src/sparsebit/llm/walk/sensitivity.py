@@ -1,4 +1,4 @@
-"""What each layer would cost at each width: the change of its block's output when that layer alone is quantized.
+"""The cost of each layer at each width: the change of its block's output when that layer alone is quantized.
 
 Squared error over squared output, token by token, because the norm that follows divides by the token's size (and a
 few tokens are a thousand times larger than the others).
@@ -33,7 +33,8 @@ def sensitivities(
     for t, captured in relay.towers(copies=True):
         start = start_of(source, source.layout.towers[t])
         for i in range(start, start + len(captured.calls)):
-            calls, inputs = captured.calls[i - start], (captured.hidden, relay.fitted)
+            calls = captured.calls[i - start]
+            inputs = (captured.hidden, relay.fitted)
             yield from _of_block(source, i, calls, inputs, job, candidates)
             captured.passed(i - start)
 
@@ -46,9 +47,10 @@ def _of_block(
     job: Job,
     candidates: tuple[int, ...],
 ) -> Iterator[tuple[str, int, dict[int, float]]]:
-    """One block; `hidden` is then what it gives. Of its batches, the first ones are fitted on."""
+    """Measures one block. Afterwards `hidden` is its output. Only the first batches are used for fitting."""
     hidden, fitted = inputs
-    block, prefix = source.block(i), source.layout.prefix(i)
+    block = source.block(i)
+    prefix = source.layout.prefix(i)
     linears = {n: m for n, m in linears_of(block).items() if prefix + n in job.specs}
     lane = Lane(block, calls[:fitted], hidden, linears)
     tried = range(min(TRIED, len(lane)))
@@ -56,7 +58,9 @@ def _of_block(
     groups = sharing(lane.apart(), linears)
     statistics = collect(lane, groups)
     for name in (name for group in groups for name in group):  # in the order of running
-        linear, seen, errors = linears[name], statistics.get(name), {}
+        linear = linears[name]
+        seen = statistics.get(name)
+        errors = {}
         right = linear.weight
         for bits in candidates:
             spec = replace(job.specs[prefix + name], bits=bits)

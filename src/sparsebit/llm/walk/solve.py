@@ -1,4 +1,4 @@
-"""One layer: its codes or zeros, and what the report says about it."""
+"""One layer: its codes or zeros, and its entry in the report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def solve(
     facts: dict[str, Any] = {"bits": spec.bits}
     unreached = statistics is None and job.method.needs_data
     if unreached:
-        instead = "pruned by size" if job.method.prunes else "rounded to nearest"
+        instead = "rounded to nearest"
+        if job.method.prunes:
+            instead = "pruned by size"
         facts["note"] = f"no calibration token reached this layer: {instead}"
     solved: Solved
     try:

@@ -50,7 +50,9 @@ class Spilled(Sequence[Tensor]):
 
 def copied(tensors: Any) -> Any:
     """Another list of the same activations."""
-    return tensors.twin() if isinstance(tensors, Spilled) else list(tensors)
+    if isinstance(tensors, Spilled):
+        return tensors.twin()
+    return list(tensors)
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ def sharing(lane: Lane, names: Iterable[str]) -> list[list[str]]:
             readers.append(name)
     groups = [list(dict.fromkeys(readers)) for _, readers in seen]
     flat = [name for group in groups for name in group]
-    if len(set(flat)) < len(flat):  # a layer that runs twice in one forward shares with nobody
+    if len(set(flat)) < len(flat):  # a layer that runs twice in one forward shares no statistics
         groups = [[name] for name in dict.fromkeys(flat)]
     return groups + [[name] for name in names if name not in flat]
 
@@ -53,12 +53,19 @@ def collect(
         name for name in heads if is_routed(lane.block, name)
     }  # the float model may send it other tokens
 
-    narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed if float_lane else set()
+    if float_lane:
+        narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed
+    else:
+        narrow = set()
 
     def keep(name: str, x: Tensor) -> None:
         if name in narrow and float_lane is not None:  # x is what the layer gives
             bias: Any = float_lane.block.get_submodule(name).bias
-            x = x.clone() if bias is None else x - bias  # Falcon adds to it, in place
+            # Falcon adds to it, in place
+            if bias is None:
+                x = x.clone()
+            else:
+                x = x - bias
         right.setdefault(name, []).append(_rows(x))
 
     def add(name: str, x: Tensor) -> None:
@@ -70,7 +77,7 @@ def collect(
             largest[name] = torch.maximum(largest.get(name, top), top)
         if right.get(name) and name not in routed:
             other = right[name].pop(0)
-            if len(other) != len(rows):  # other tokens: there is no difference to speak of
+            if len(other) != len(rows):  # other tokens: a difference has no meaning
                 narrow.discard(name)
                 aims.pop(name, None)
             elif name in narrow:
@@ -94,7 +101,7 @@ def collect(
 
 
 def _narrow(block: nn.Module, group: list[str]) -> bool:
-    """Whether the outputs of a layer, which nobody else shares its input with, are fewer than its inputs."""
+    """True if a layer has fewer outputs than inputs, and no other layer shares its input."""
     layer: Any = block.get_submodule(group[0])
     return len(group) == 1 and layer.out_features < layer.in_features
 
@@ -104,7 +111,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _add_square(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """x^T x, in strips from the diagonal to the right: what lies below is the same."""
+    """x^T x, in strips from the diagonal to the right: the part below the diagonal is the same."""
     if name not in sums:
         sums[name] = x.new_zeros(x.shape[1], x.shape[1])
     for start in range(0, x.shape[1], STRIP):

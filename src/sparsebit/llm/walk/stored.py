@@ -1,4 +1,4 @@
-"""A block as it is stored: packed weights in place of float ones, under the names of the files, and back."""
+"""The stored form of a block: packed weights in place of float ones, under the names of the files; and back."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored_tensors(
 
 
 def restore(source: InMemory, index: int, block: nn.Module, stored: dict[str, Tensor], job: Job) -> None:
-    """Put what is stored of a block into it. Layers that stayed float leave `job.specs`."""
+    """Put the stored tensors of a block into it. Layers that stayed float leave `job.specs`."""
     prefix = source.layout.prefix(index)
     suffixes: tuple[str, ...] = job.format.suffixes
     packed = [name.removeprefix(prefix) for name in job.specs]

@@ -37,7 +37,9 @@ def _load() -> ctypes.CDLL | None:
     library = load_library(SOURCE)
     if library is None:
         return None
-    pointer, size, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    pointer = ctypes.c_void_p
+    size = ctypes.c_int64
+    threads = ctypes.c_int
     library.forward.argtypes = [pointer] * 2 + [size] * 4 + [pointer] * 3 + [threads]
     library.backward.argtypes = [pointer] * 3 + [size] * 4 + [pointer] * 4 + [threads]
     library.forward_last.argtypes = [pointer] * 2 + [size] * 3 + [pointer] * 3 + [threads]

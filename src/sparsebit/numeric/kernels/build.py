@@ -48,7 +48,7 @@ def load_library(source: Path, extra: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def _build(source: Path, compiler: str, flags: list[str]) -> Path:
-    """Compile into the cache, atomically; a library that is there already is used as it is."""
+    """Compile into the cache, atomically; an existing library is used."""
     key = hashlib.sha256(source.read_bytes() + repr((flags, platform.machine(), _cpu())).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsebit"
     file = folder / f"{source.stem}-{key.hexdigest()[:16]}.so"
@@ -59,7 +59,8 @@ def _build(source: Path, compiler: str, flags: list[str]) -> Path:
     if not os.access(folder, os.W_OK):  # a read-only home: once per process then
         file = Path(tempfile.mkdtemp(prefix="sparsebit-")) / file.name
     with tempfile.TemporaryDirectory(dir=file.parent) as build:
-        compiled, linked = f"{build}/kernel.o", f"{build}/kernel.so"
+        compiled = f"{build}/kernel.o"
+        linked = f"{build}/kernel.so"
         for command in (
             [*flags, "-c", str(source), "-o", compiled],
             ["-shared", compiled, "-o", linked, "-lm"],  # not linked to a libgomp: torch's is loaded already

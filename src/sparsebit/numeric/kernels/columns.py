@@ -18,14 +18,19 @@ ALONE = 256  # fewer rows than this are not worth a second thread
 
 def library_for(w: Tensor) -> ctypes.CDLL | None:
     """The native loops, where they take `w`."""
-    return _load() if switch.wanted() and w.dtype == torch.float32 and w.device.type == "cpu" else None
+    if switch.wanted() and w.dtype == torch.float32 and w.device.type == "cpu":
+        return _load()
+    return None
 
 
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | None:
     library = load_library(Path(__file__).with_name("columns.c"), ["-ffp-contract=fast"])
     if library is not None:
-        pointer, size, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        pointer = ctypes.c_void_p
+        size = ctypes.c_int64
+        real = ctypes.c_float
+        threads = ctypes.c_int
         end: list[Any] = [*[pointer] * 3, size, size, real, threads]
         library.greedy.argtypes = [*[pointer] * 3, size, pointer, pointer, *end]
         library.descend.argtypes = [*[pointer] * 4, size, *end]
@@ -38,8 +43,12 @@ class Columns:
     """Grids of columns: column j has the scales and zeros of group index[j]; (groups, rows), contiguous."""
 
     def __init__(self, lib: ctypes.CDLL, index: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> None:
-        self.lib, self.index, self.scales, self.zeros = lib, index.contiguous(), scales, zeros
-        self.rows, self.top = scales.shape[1], float(2**bits - 1)
+        self.lib = lib
+        self.index = index.contiguous()
+        self.scales = scales
+        self.zeros = zeros
+        self.rows = scales.shape[1]
+        self.top = float(2**bits - 1)
 
     def greedy(
         self, wt: Tensor, errors: Tensor, u: Tensor, codes: Tensor, order: Tensor, start: int, stop: int
@@ -47,17 +56,26 @@ class Columns:
         """Rounds columns start:stop of wt, in place, and fills in their errors; all tensors are contiguous."""
         block = u[start:stop, start:stop]
         self.lib.greedy(
-            wt[start].data_ptr(), errors.data_ptr(), block.data_ptr(), u.stride(0), codes.data_ptr(),
-            order[start].data_ptr(), *self._end(start, stop),
-        )  # fmt: skip
+            wt[start].data_ptr(),
+            errors.data_ptr(),
+            block.data_ptr(),
+            u.stride(0),
+            codes.data_ptr(),
+            order[start].data_ptr(),
+            *self._end(start, stop),
+        )
 
     def descend(self, pull: Tensor, gap: Tensor, codes: Tensor, h: Tensor, start: int, stop: int) -> None:
         """Moves codes[start:stop] and keeps gap = w - q up to date; pull = h[start:stop] @ gap is used up."""
         block = h[start:stop, start:stop]
         self.lib.descend(
-            pull.data_ptr(), gap[start].data_ptr(), codes[start].data_ptr(), block.data_ptr(), h.stride(0),
+            pull.data_ptr(),
+            gap[start].data_ptr(),
+            codes[start].data_ptr(),
+            block.data_ptr(),
+            h.stride(0),
             *self._end(start, stop),
-        )  # fmt: skip
+        )
 
     def _end(self, start: int, stop: int) -> tuple[int | float, ...]:
         threads = 1 if self.rows < ALONE else torch.get_num_threads()
@@ -80,13 +98,24 @@ def least(
 
     importance   (size,) or, for w (rows, groups, size), (groups, size).
     """
-    w, scales, zeros = w.contiguous(), scales.contiguous(), zeros.contiguous()
+    w = w.contiguous()
+    scales = scales.contiguous()
+    zeros = zeros.contiguous()
     importance = importance.float().contiguous()
     best = torch.empty_like(scales[0]), torch.empty_like(zeros[0])
     count = best[0].numel()
     lib.least(
-        w.data_ptr(), importance.data_ptr(), scales.data_ptr(), zeros.data_ptr(), len(scales), count, w.shape[-1],
-        importance.numel() // w.shape[-1], float(2**bits - 1), best[0].data_ptr(), best[1].data_ptr(),
+        w.data_ptr(),
+        importance.data_ptr(),
+        scales.data_ptr(),
+        zeros.data_ptr(),
+        len(scales),
+        count,
+        w.shape[-1],
+        importance.numel() // w.shape[-1],
+        float(2**bits - 1),
+        best[0].data_ptr(),
+        best[1].data_ptr(),
         1 if count < ALONE else torch.get_num_threads(),
-    )  # fmt: skip
+    )
     return best

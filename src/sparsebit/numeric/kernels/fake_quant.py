@@ -19,7 +19,9 @@ Shape = tuple[int, int, int]  # outer, channels, inner
 
 def library_for(x: Tensor) -> ctypes.CDLL | None:
     """The native kernels, where they take `x`."""
-    return native() if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() else None
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel():
+        return native()
+    return None
 
 
 def dense(x: Tensor) -> Tensor:
@@ -36,7 +38,8 @@ def _shape(x: Tensor, axis: int | None) -> Shape:
         return 1, 1, x.numel()
     sizes = list(x.shape)
     if _channels_last(x) and not x.is_contiguous():
-        sizes, axis = [sizes[0], sizes[2], sizes[3], sizes[1]], [0, 3, 1, 2][axis]
+        sizes = [sizes[0], sizes[2], sizes[3], sizes[1]]
+        axis = [0, 3, 1, 2][axis]
     return math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :])
 
 
@@ -62,7 +65,10 @@ def backward(
     lib: ctypes.CDLL, x: Tensor, g: Tensor, s: Tensor, lo: Tensor, hi: Tensor, axis: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x, and per channel the sums that make those of scale and zero point (float64)."""
-    g = g.contiguous(memory_format=torch.channels_last) if _channels_last(x) else g.contiguous()
+    if _channels_last(x):
+        g = g.contiguous(memory_format=torch.channels_last)
+    else:
+        g = g.contiguous()
     gx = torch.empty_like(x)
     outer, channels, inner = _shape(x, axis)
     grid = s.data_ptr(), lo.data_ptr(), hi.data_ptr()
@@ -85,8 +91,16 @@ def backward(
         pieces = -(-inner // PIECE)
         sums = torch.empty(outer, channels, pieces, 2, dtype=torch.float64)
         lib.backward(
-            x.data_ptr(), g.data_ptr(), gx.data_ptr(), outer, channels, inner, pieces, *grid, sums.data_ptr(),
+            x.data_ptr(),
+            g.data_ptr(),
+            gx.data_ptr(),
+            outer,
+            channels,
+            inner,
+            pieces,
+            *grid,
+            sums.data_ptr(),
             _threads(x),
-        )  # fmt: skip
+        )
         total = sums.sum((0, 2)).T
     return gx, total[0], total[1]

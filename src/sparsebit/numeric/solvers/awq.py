@@ -32,7 +32,10 @@ def awq(
     scale_dtype: torch.dtype = torch.float16,
 ) -> QuantizedWeight:
     """The second half: `weight` (scaled already) on the grid whose clipped range loses least on these inputs."""
-    importance = None if statistics is None else statistics.hessian.diagonal().float()
+    if statistics is None:
+        importance = None
+    else:
+        importance = statistics.hessian.diagonal().float()
     return rtn(weight, importance, spec, clip=clip, scale_dtype=scale_dtype)
 
 
@@ -74,7 +77,9 @@ def awq_scales(
     coarse, fine = (COARSE, SHRINK.tolist()) if clip == "mse" else ((1.0,), [1.0])
     best = min(tried, key=lambda s: error(s, SEARCHED, coarse))
     ones = torch.ones_like(size)
-    return best if error(best, SEARCHED, fine) < error(ones, SEARCHED, fine) else ones
+    if error(best, SEARCHED, fine) < error(ones, SEARCHED, fine):
+        return best
+    return ones
 
 
 def _rounded(
@@ -85,11 +90,13 @@ def _rounded(
     pad = -w.shape[1] % group
     grouped = F.pad(w, (0, pad)).unflatten(1, (-1, group))
     weights = F.pad(importance, (0, pad)).unflatten(0, (-1, group))
-    low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
+    low = grouped.amin(-1, keepdim=True).clamp(max=0)
+    high = grouped.amax(-1, keepdim=True).clamp(min=0)
     if spec.symmetric:
         high = torch.maximum(-low, high)
         low = -high
-    best, least = grouped, torch.full_like(low, float("inf"))
+    best = grouped
+    least = torch.full_like(low, float("inf"))
     signs = signs_of(spec) if len(shares) > 1 else (1,)
     for share, sign in itertools.product(shares, signs):
         scale, zero = grid_of(low * share, high * share, spec, scale_dtype)
@@ -102,7 +109,7 @@ def _rounded(
 
 
 def tied(s: Tensor, tie: Tensor | None) -> Tensor:
-    """Around 1 (geometric mean of the ends), in a range that no dtype minds, one value for what is tied together."""
+    """Scales around 1 (geometric mean of the ends), in the range of every dtype, with one value for tied channels."""
     s = s.clamp(min=1e-4)
     s = (s / (s.max() * s.min()).sqrt()).clamp(1e-3, 1e3)
     if tie is None:

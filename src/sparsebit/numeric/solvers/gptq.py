@@ -37,7 +37,9 @@ class Statistics:
         """W (X_float - X)^T X, where that is known."""
         if self.aim is not None:
             return self.aim.to(w.dtype) - w @ self.hessian.to(w.dtype)
-        return None if self.cross is None else w @ self.cross.to(w.dtype)
+        if self.cross is None:
+            return None
+        return w @ self.cross.to(w.dtype)
 
     def factored(self, damping: float, act_order: bool, dtype: torch.dtype) -> Factored:
         """Layers that read one tensor share this object, and with it the work."""
@@ -59,7 +61,8 @@ class Factored:
 
     def solve(self, right: Tensor) -> Tensor:
         """right H^-1, for `right` (rows, inputs)."""
-        turned, out = self.order.flip(0), torch.empty_like(right)
+        turned = self.order.flip(0)
+        out = torch.empty_like(right)
         out[:, turned] = torch.cholesky_solve(right[:, turned].T, self.lower).T
         return out
 
@@ -80,7 +83,7 @@ def gptq(
 
     act_order      columns with the largest inputs first.
     static_groups  groups are runs of inputs with grids known in advance; else, with act_order, groups follow the
-                   order of the columns, and `g_idx` says which input is in which.
+                   order of the columns, and `g_idx` holds the group of each input.
     refine         so many rounds of coordinate descent on the codes and least squares on the scales.
 
     Row by row never worse than rounding to nearest on the same kind of grid, in the damped error on the outputs.
@@ -92,7 +95,8 @@ def gptq(
     shift = statistics.shift(w)
     if shift is not None:
         w = w + factored.solve(shift)
-    h, order = factored.h, factored.order
+    h = factored.h
+    order = factored.order
     static = None
     if static_groups or spec.group is None:
         static = fit_groups(w, h.diagonal().float(), spec, clip, scale_dtype)
@@ -107,7 +111,9 @@ def gptq(
     else:
         plain = rtn(w, h.diagonal().float(), spec, clip=clip, scale_dtype=scale_dtype, g_idx=g_idx)
     found = better_rows(w, h, found, plain, lost)
-    return refine_grid(w.float(), h.float(), found, refine) if refine else found
+    if refine:
+        return refine_grid(w.float(), h.float(), found, refine)
+    return found
 
 
 def check_hessian(hessian: Tensor, inputs: int) -> None:
@@ -143,7 +149,10 @@ def _factor(h: Tensor, act_order: bool, dtype: torch.dtype) -> Factored:
     It is made in float64; U is as well conditioned as a root of H, so the rest may be `dtype`.
     """
     inputs = torch.arange(len(h), device=h.device)
-    order = h.diagonal().argsort(descending=True, stable=True) if act_order else inputs
+    if act_order:
+        order = h.diagonal().argsort(descending=True, stable=True)
+    else:
+        order = inputs
     turned = order.flip(0)
     lower = torch.linalg.cholesky(h[turned][:, turned]).to(dtype)
     return Factored(h.to(dtype), order, lower, _inverse(lower).flip(0, 1).contiguous())
@@ -155,8 +164,10 @@ def _inverse(lower: Tensor) -> Tensor:
     if n <= BLOCK:
         one = torch.eye(n, dtype=lower.dtype, device=lower.device)
         return torch.linalg.solve_triangular(lower, one, upper=False)
-    half, out = n // 2, torch.zeros_like(lower)
-    out[:half, :half], out[half:, half:] = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
+    half = n // 2
+    out = torch.zeros_like(lower)
+    out[:half, :half] = _inverse(lower[:half, :half])
+    out[half:, half:] = _inverse(lower[half:, half:])
     out[half:, :half] = -(out[half:, half:] @ lower[half:, :half]) @ out[:half, :half]
     return out
 
@@ -170,8 +181,11 @@ def _columns(
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, zeros, error of each row): the greedy pass. Works on W^T: a column is one run of memory."""
-    inputs, group, order = w.shape[1], spec.group or w.shape[1], factored.order
-    u, wt = factored.u, w.T[order].contiguous()
+    inputs = w.shape[1]
+    group = spec.group or w.shape[1]
+    order = factored.order
+    u = factored.u
+    wt = w.T[order].contiguous()
     codes = torch.empty(wt.shape, dtype=torch.uint8, device=w.device)
     index = group_index(inputs, spec.group, w.device)
     native = None
@@ -183,8 +197,13 @@ def _columns(
         shape = (w.shape[0], int(index[-1]) + 1)
         scales = torch.empty(shape, dtype=scale_dtype, device=w.device)
         zeros = torch.empty(shape, dtype=torch.uint8, device=w.device)
-    importance, at = factored.h.diagonal()[order].float(), index.tolist()
-    block = max(BLOCK // group, 1) * group if static is None else BLOCK  # no new group lies in two blocks
+    importance = factored.h.diagonal()[order].float()
+    at = index.tolist()
+    # no new group lies in two blocks
+    if static is None:
+        block = max(BLOCK // group, 1) * group
+    else:
+        block = BLOCK
     lost = wt.new_zeros(wt.shape[1])
     for start in range(0, inputs, block):
         stop = min(start + block, inputs)
@@ -196,7 +215,8 @@ def _columns(
                 part = slice(j, min(j + group, inputs))
                 grid = fit_grid(wt[part].T.contiguous(), importance[part], spec, clip, scale_dtype)
                 scales[:, at[j]], zeros[:, at[j]] = grid
-            scale, zero = scales[:, at[j]].float(), zeros[:, at[j]].float()
+            scale = scales[:, at[j]].float()
+            zero = zeros[:, at[j]].float()
             code = round_to(wt[j], scale, zero, spec.bits)
             codes[order[j]] = code.to(torch.uint8)
             errors[j - start] = (wt[j] - (code - zero) * scale) / u[j, j]

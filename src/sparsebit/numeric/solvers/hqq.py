@@ -15,7 +15,9 @@ from sparsebit.numeric.quantized_weight import QuantizedWeight, check, group_ind
 from sparsebit.numeric.solvers.rtn import at_least_float, fit_grid, signs_of, storable
 from sparsebit.numeric.spec import QuantSpec
 
-BETA, GROWTH = 10.0, 1.01  # of the paper: how closely e follows the residual, in units of a step
+# of the paper: how closely e follows the residual, in units of a step
+BETA = 10.0
+GROWTH = 1.01
 
 
 def hqq(
@@ -49,9 +51,11 @@ def _fit(
 ) -> tuple[Tensor, Tensor]:
     """Scales and zeros (rows, groups) of w (rows, groups, group); `real` is 0 where a group is filled up."""
     begin = [part.float()[..., None] for part in fit_grid(w, real, spec, "minmax", scale_dtype)]
-    best, least = (begin[0], begin[1]), torch.full_like(begin[0], float("inf"))
-    for sign in signs_of(spec):  # a sign stays what it is
-        scale, zero = begin[0] * sign, begin[1]
+    best = (begin[0], begin[1])
+    least = torch.full_like(begin[0], float("inf"))
+    for sign in signs_of(spec):  # a sign is not changed
+        scale = begin[0] * sign
+        zero = begin[1]
         for i in range(rounds + 1):
             codes = round_to(w, scale, zero, spec.bits)
             gap = w - (codes - zero) * scale
@@ -60,20 +64,20 @@ def _fit(
             least = torch.where(better, cost, least)
             best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
             target = w - shrink(gap / scale, BETA * GROWTH**i, p) * scale
-            scale, zero = _least_squares(codes, target, scale, zero, real, spec, scale_dtype)
+            scale, zero = _least_squares(codes, target, (scale, zero), real, spec, scale_dtype)
     return best[0][..., 0], best[1][..., 0]
 
 
 def _least_squares(
     codes: Tensor,
     target: Tensor,
-    scale: Tensor,
-    zero: Tensor,
+    grid: tuple[Tensor, Tensor],
     real: Tensor,
     spec: QuantSpec,
     scale_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The zero, then the scale, that bring fixed codes closest to the target."""
+    """The zero, then the scale, that bring fixed codes closest to the target; `grid` is the one before."""
+    scale, zero = grid
     if not spec.symmetric:
         shift = ((codes - target / scale) * real).sum(-1, keepdim=True) / real.sum(-1, keepdim=True)
         zero = shift.round().clamp(0, 2**spec.bits - 1)

@@ -29,7 +29,8 @@ def refine_grid(w: Tensor, h: Tensor, q: QuantizedWeight, rounds: int) -> Quanti
 def best_codes(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
     """One sweep over the columns: each moves to the grid value next to its optimum, given the others."""
     index = q.groups.tolist()
-    scales, zeros = q.scales.float().T.contiguous(), q.zeros.float().T.contiguous()
+    scales = q.scales.float().T.contiguous()
+    zeros = q.zeros.float().T.contiguous()
     codes = q.codes.T.float().contiguous()
     gap = (w - q.dequantize()).T.contiguous()  # (inputs, outputs): a column is one run of memory
     native = columns.of(w, q.groups, q.scales, q.zeros, q.bits)
@@ -40,7 +41,8 @@ def best_codes(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
             native.descend(pull, gap, codes, h, start, stop)
             continue
         for j in range(start, stop):
-            scale, zero = scales[index[j]], zeros[index[j]]
+            scale = scales[index[j]]
+            zero = zeros[index[j]]
             ideal = (codes[j] - zero) * scale + pull[j - start] / h[j, j]
             new = round_to(ideal, scale, zero, q.bits)
             step = (new - codes[j]) * scale
@@ -57,16 +59,20 @@ def _sums(x: Tensor, size: int) -> Tensor:
 
 def best_scales(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
     """Least squares for the scales of each row with its codes fixed; a row that would not gain keeps its own."""
-    index, n = q.groups, q.scales.shape[1]
+    index = q.groups
+    n = q.scales.shape[1]
     levels = q.codes.float() - q.zeros.float()[:, index]
     right = (w @ h).mul_(levels)
     if q.g_idx is not None:  # members of a group side by side
         order = index.argsort(stable=True)
-        levels, right, h = levels[:, order], right[:, order], h[order][:, order]
+        levels = levels[:, order]
+        right = right[:, order]
+        h = h[order][:, order]
     size = min(q.group or w.shape[1], w.shape[1])  # of all groups but the last
     system = torch.empty(w.shape[0], n, n, device=w.device)
     for g in range(n):
-        start, stop = g * size, min((g + 1) * size, w.shape[1])
+        start = g * size
+        stop = min((g + 1) * size, w.shape[1])
         product = (levels[:, start:stop] @ h[start:stop, start:]).mul_(levels[:, start:])
         system[:, g, g:] = system[:, g:, g] = _sums(product, size)
     right = _sums(right, size)

@@ -1,7 +1,7 @@
 """Orthogonal matrices that spread outliers: a Hadamard matrix with random signs, for any width.
 
 Q = diag(signs) (O x H) with H = H_2 x ... x H_2 / 2^(n/2) of the largest power of two in the width (x is the Kronecker
-product) and O a random orthogonal matrix of what is left, such as 9 of 576 = 9 * 64.
+product) and O a random orthogonal matrix of the remaining factor, such as 9 of 576 = 9 * 64.
 """
 
 from __future__ import annotations

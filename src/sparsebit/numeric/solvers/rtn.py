@@ -42,7 +42,10 @@ def on_grid(
 ) -> QuantizedWeight:
     """`w` on the nearest values of a grid that is known: (scales, zeros), both (rows, groups)."""
     scales, zeros = grid
-    index = group_index(w.shape[1], spec.group, w.device) if g_idx is None else g_idx.long()
+    if g_idx is None:
+        index = group_index(w.shape[1], spec.group, w.device)
+    else:
+        index = g_idx.long()
     codes = round_to(w, scales.float()[:, index], zeros.float()[:, index], spec.bits)
     return QuantizedWeight(codes.to(torch.uint8), scales, zeros, spec.bits, spec.symmetric, spec.group, g_idx)
 
@@ -64,7 +67,8 @@ def fit_groups(
         importance = torch.ones(w.shape[1], device=w.device)
     if g_idx is not None:  # members of a group side by side; all groups but the last are full
         order = g_idx.argsort(stable=True)
-        w, importance = w[:, order], importance[order]
+        w = w[:, order]
+        importance = importance[order]
     group = min(spec.group or w.shape[1], w.shape[1])
     pad = -w.shape[1] % group  # zeros change no range, and weigh nothing
     grouped = F.pad(w, (0, pad)).unflatten(1, (-1, group))
@@ -78,7 +82,8 @@ def fit_grid(
     """(scales, zeros) over the last axis of `w`; the scales are already what `scale_dtype` can hold."""
     if clip not in ("minmax", "mse"):
         raise ConfigError(f"clip: must be 'minmax' or 'mse', got {clip!r}")
-    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)
+    low = w.amin(-1).clamp(max=0)
+    high = w.amax(-1).clamp(min=0)
     if spec.symmetric:
         high = torch.maximum(-low, high)
         low = -high
@@ -87,7 +92,8 @@ def fit_grid(
         return scale.to(scale_dtype), zero.to(torch.uint8)
     lib = columns.library_for(w)
     if lib is not None:
-        found, step = [], max(PIECE // low[:1].numel(), 1)
+        found = []
+        step = max(PIECE // low[:1].numel(), 1)
         for part, bottom, top in zip(w.split(step), low.split(step), high.split(step)):
             grids = _tries(bottom, top, spec, scale_dtype)
             found.append(columns.least(lib, part, importance, *grids, spec.bits))
@@ -121,12 +127,14 @@ def _tries(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype)
 
 
 def signs_of(spec: QuantSpec) -> tuple[int, ...]:
-    """Of the scales of a grid.
+    """The sign of each scale of a grid.
 
     A symmetric grid has one level more below 0 than above. With a negative scale that level is above 0, where a group
-    may need it. At 2 bits it is one of four levels; at 8 bits nobody would see it. Readers multiply as ever.
+    may need it. At 2 bits it is one of four levels; at 8 bits it makes no difference. Readers multiply as usual.
     """
-    return (1, -1) if spec.symmetric and spec.bits <= SIGNED else (1,)
+    if spec.symmetric and spec.bits <= SIGNED:
+        return (1, -1)
+    return (1,)
 
 
 def grid_of(low: Tensor, high: Tensor, spec: QuantSpec, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,6 +155,7 @@ def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _error(w: Tensor, importance: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    scale, zero = scale[..., None], zero[..., None]
+    scale = scale[..., None]
+    zero = zero[..., None]
     back = round_to(w, scale, zero, bits).sub_(zero).mul_(scale)
     return back.sub_(w).square_().mul_(importance).sum(-1)

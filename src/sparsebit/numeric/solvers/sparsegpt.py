@@ -32,11 +32,12 @@ def sparsegpt(
     damping: float = 0.01,
     period: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weight, mask) of a matrix (outputs, inputs): `ratio` of every block of columns goes, or all but n of m.
+    """(weight, mask) of a matrix (outputs, inputs): `ratio` of every block of columns is removed, or all but n of m.
 
-    period   groups of m start anew after so many columns; what does not fill a group stays.
+    period  groups of m start again after so many columns; columns that do not fill a group are kept.
     """
-    w, u = weight.double().clone(), inverse_factor(hessian, damping)
+    w = weight.double().clone()
+    u = inverse_factor(hessian, damping)
     mask = torch.ones_like(w, dtype=torch.bool)
     unit = 1 if pattern is None else period or pattern[1]
     block = -(-BLOCK // unit) * unit  # no group lies in two blocks

@@ -35,12 +35,15 @@ class PrunedWeight:
 def wanda(
     weight: Tensor, hessian: Tensor | None, ratio: float, pattern: tuple[int, int] | None = None
 ) -> PrunedWeight:
-    """`ratio` of every row goes, or all but n of every m inputs; without a Hessian by magnitude alone."""
+    """`ratio` of every row is removed, or all but n of every m inputs; without a Hessian by magnitude alone."""
     check_pattern(ratio, pattern)
     worth = weight.detach().float().abs()
     if hessian is not None:
         worth = worth * hessian.diagonal().clamp(min=0).sqrt().float()
-    mask = keep_best(worth, ratio, per_row=True) if pattern is None else n_of_m(worth, *pattern)
+    if pattern is None:
+        mask = keep_best(worth, ratio, per_row=True)
+    else:
+        mask = n_of_m(worth, *pattern)
     return PrunedWeight(torch.where(mask, weight.detach(), 0.0).to(weight.dtype))
 
 
@@ -48,4 +51,4 @@ def check_pattern(ratio: float, pattern: tuple[int, int] | None) -> None:
     if pattern is not None and not (len(pattern) == 2 and 0 < pattern[0] < pattern[1]):
         raise ConfigError(f"pattern: must be (n, m) with 0 < n < m, such as (2, 4), got {pattern}")
     if pattern is None and not 0 <= ratio < 1:
-        raise ConfigError(f"ratio: the share of weights that goes, must be in [0, 1), got {ratio}")
+        raise ConfigError(f"ratio: the share of weights to remove, must be in [0, 1), got {ratio}")

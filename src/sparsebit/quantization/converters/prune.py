@@ -1,4 +1,4 @@
-"""PruneGraph of the original API: what does not reach the output goes; the signature stays (D22)."""
+"""Legacy: PruneGraph removes nodes that do not reach the output; the signature stays (D22)."""
 
 from __future__ import annotations
 

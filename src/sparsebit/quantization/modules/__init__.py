@@ -48,7 +48,9 @@ def find_qmodule(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
         return qmodule_of(type(gm.get_submodule(str(node.target))))
     if node.op == "call_method":
         return _first(getattr(torch.Tensor, str(node.target), node.target))
-    return _first(node.target, _dotted(node.target)) if node.op == "call_function" else None
+    if node.op == "call_function":
+        return _first(node.target, _dotted(node.target))
+    return None
 
 
 def qmodule_of(cls: type) -> type[nn.Module] | None:
@@ -67,7 +69,10 @@ def __getattr__(name: str) -> Any:
 
 def is_known(op: Any) -> bool:
     """Is there a QModule for this class or function?"""
-    found = qmodule_of(op) if isinstance(op, type) and issubclass(op, nn.Module) else _first(op, _dotted(op))
+    if isinstance(op, type) and issubclass(op, nn.Module):
+        found = qmodule_of(op)
+    else:
+        found = _first(op, _dotted(op))
     return found is not None
 
 

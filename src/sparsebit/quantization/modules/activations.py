@@ -22,7 +22,7 @@ class _Clip(QuantOpr):
 
 
 class _Clip6(QuantOpr):
-    """ReLU6. Once `equalize` has scaled the channels, each has an upper bound of its own."""
+    """ReLU6. Once `equalize` has scaled the channels, each channel has a different upper bound."""
 
     cap: Tensor | None
 
@@ -39,12 +39,15 @@ class _Clip6(QuantOpr):
         x = x.relu_() if inplace else x.relu()
         if self.cap is None:
             return x.clamp_(max=6.0)
-        return torch.minimum(x, self.cap) if x.requires_grad else torch.minimum(x, self.cap, out=x)
+        if x.requires_grad:
+            return torch.minimum(x, self.cap)
+        return torch.minimum(x, self.cap, out=x)
 
 
 class _Softmax(QuantOpr):
-    """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid: what lies `SPAN` below the
-    largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether has
+    """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid. A value that is `SPAN` below
+    the largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether
+    has
     equal values, which any grid keeps equal."""
 
     SPAN = 16.0

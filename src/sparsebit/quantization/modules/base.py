@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sparsebit.export.kernels.integer_kernels import why_float_grids
-from sparsebit.graph.ops import inputs_of
+from sparsebit.graph.ops import called_module, inputs_of
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.numeric.spec import QuantSpec
@@ -43,7 +43,7 @@ def register_qmodule(sources: Any) -> Callable[[M], M]:
 
 
 class Computed:
-    """An attribute that is computed when it is read, unless the object has a value of its own under that name."""
+    """An attribute that is computed when it is read, unless the object stores a value under that name."""
 
     def __init__(self, function: Callable[[Any], Any]):
         self.function = function
@@ -89,7 +89,9 @@ class Opr(nn.Module):
         if "_repr_info" in self.__dict__:
             return str(self._repr_info)
         op = self.__dict__.get("op")
-        return getattr(op, "__name__", "") if op is not None else super().extra_repr()
+        if op is not None:
+            return getattr(op, "__name__", "")
+        return super().extra_repr()
 
 
 class Mover(Opr):
@@ -141,14 +143,19 @@ class QuantOpr(Opr):
         return self.input_quantizer(x)
 
     def quantized_weight(self) -> Tensor:
-        return self.weight if self.weight_quantizer is None else self.weight_quantizer(self.weight)
+        if self.weight_quantizer is None:
+            return self.weight
+        return self.weight_quantizer(self.weight)
 
     def quantize_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """`args` with its first entry quantized; a tensor passed by keyword is quantized in `kwargs`."""
         if args:
             return (self.quantized_input(args[0]), *args[1:])
         found = (k for k, v in kwargs.items() if k == "tensors" or isinstance(v, Tensor))
-        key = self.input_name if self.input_name in kwargs else next(found, None)
+        if self.input_name in kwargs:
+            key = self.input_name
+        else:
+            key = next(found, None)
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args
@@ -194,16 +201,21 @@ class QuantOpr(Opr):
     @property
     def current_bias(self) -> Tensor | None:
         """The bias, corrected for the error of the rounded weight, and rounded where the runtime rounds it."""
-        quantizer, bias = self.weight_quantizer, self.bias
+        quantizer = self.weight_quantizer
+        bias = self.bias
         if quantizer is None or not quantizer.is_enable:
             return bias
         if self.bias_correction is not None:
-            bias = self.bias_correction if bias is None else bias + self.bias_correction
+            if bias is None:
+                bias = self.bias_correction
+            else:
+                bias = bias + self.bias_correction
         return bias if bias is None else self._as_added(bias)
 
     def _as_added(self, bias: Tensor) -> Tensor:
         """Integer kernels add the bias as int32, on the grid of input times weight."""
-        x, w = self.input_quantizer, self.weight_quantizer
+        x = self.input_quantizer
+        w = self.weight_quantizer
         if w is None or x is None or not x.is_enable or x.unused or not integer_kernel(x, w):
             return bias
         if bias.dtype != torch.float32:
@@ -217,7 +229,10 @@ class QuantOpr(Opr):
         rounded = torch.where(
             codes.abs() < 2**31, codes.float() * step, bias.detach()
         )  # or int32 cannot hold it
-        return rounded + (bias - bias.detach()) if bias.requires_grad else rounded  # the gradient passes
+        # the gradient passes
+        if bias.requires_grad:
+            return rounded + (bias - bias.detach())
+        return rounded
 
     def drop_correction(self) -> None:
         """The correction was for another grid of the weight."""
@@ -258,6 +273,16 @@ def integer_kernel(x: Quantizer, w: Quantizer) -> bool:
     return exact and x.scale.numel() == 1 and not why_float_grids(w.spec, [replace(x.spec, axis=None)])
 
 
+@register_qmodule(sources=[nn.Identity])
+class QIdentity(QuantOpr):
+    """The quantizer of one input of a multi-input op, or an nn.Identity the user marked with `.remove = False`."""
+
+    moves_values = True
+
+    def forward(self, x_in: Any) -> Any:
+        return self.quantized_input(x_in)
+
+
 class MultipleInputsQuantOpr(Opr):
     """An operation on several tensors: it owns no quantizer; the graph gets a QIdentity before each input."""
 
@@ -274,12 +299,11 @@ class MultipleInputsQuantOpr(Opr):
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Put a QIdentity before each operand of `node`, one for a value used twice; returns how many."""
-        from sparsebit.quantization.modules.unary import QIdentity
-
         inputs = [value for value in self.operands_of(node) if not is_number(value, model)]
         if len(inputs) < 2 and not self.operands:
             return 0  # x + 1: nothing to bring to a common grid
-        args, kwargs = node.args, node.kwargs
+        args = node.args
+        kwargs = node.kwargs
         values = list(dict.fromkeys(inputs))
         for i, arg in enumerate(values):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
@@ -294,7 +318,7 @@ class MultipleInputsQuantOpr(Opr):
         return len(values)
 
     def operands_of(self, node: fx.Node) -> list[fx.Node]:
-        """The inputs that are quantized; `node` itself tells which arguments of the call they are."""
+        """The inputs that are quantized; `operands` names the arguments of the call."""
         if not self.operands:
             return inputs_of(node)
         found = (node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in self.operands)
@@ -303,7 +327,7 @@ class MultipleInputsQuantOpr(Opr):
 
 def is_number(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     """Is the value a size, or computed from sizes alone? False where that is not known."""
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if isinstance(module, Value) or not isinstance(module, Opr):
         return isinstance(module, Value)
     is_operator = getattr(module.__dict__.get("op"), "__module__", "") == "_operator"
@@ -353,4 +377,6 @@ class Method:
 
 
 def _callable_of(node: fx.Node) -> Callable[..., Any]:
-    return Method(node.target) if isinstance(node.target, str) else node.target
+    if isinstance(node.target, str):
+        return Method(node.target)
+    return node.target

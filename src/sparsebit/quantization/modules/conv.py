@@ -31,7 +31,8 @@ class _Conv(QuantOpr):
 
     def forward(self, input: Tensor, pad: list[int] | None = None) -> Tensor:
         """`pad`: zeros to add around the quantized input (converters/pads_into_convs.py)."""
-        x, weight = self.quantized_input(input), self.quantized_weight()
+        x = self.quantized_input(input)
+        weight = self.quantized_weight()
         if pad is not None:
             x = nn.functional.pad(x, pad)
         return self._conv_forward(x, weight, self.current_bias)
@@ -42,7 +43,8 @@ class _Conv(QuantOpr):
         return not is_depthwise
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
-        taps, groups = error.flatten(2).sum(2), self.groups
+        taps = error.flatten(2).sum(2)
+        groups = self.groups
         return torch.einsum("goi,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()
 
 
@@ -83,7 +85,8 @@ class _ConvTranspose(QuantOpr):
     _output_padding: Callable[..., Any]
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        x, weight = self.quantized_input(input), self.quantized_weight()
+        x = self.quantized_input(input)
+        weight = self.quantized_weight()
         sizes = (self.stride, self.padding, self.kernel_size, len(self.kernel_size), self.dilation)
         extra = self._output_padding(x, output_size, *sizes)
         return self.function(
@@ -92,7 +95,8 @@ class _ConvTranspose(QuantOpr):
 
     def output_shift(self, error: Tensor, mean: Tensor) -> Tensor:
         # a stride spreads the taps
-        taps, groups = error.flatten(2).sum(2) / math.prod(self.stride), self.groups
+        taps = error.flatten(2).sum(2) / math.prod(self.stride)
+        groups = self.groups
         return torch.einsum("gio,gi->go", taps.unflatten(0, (groups, -1)), mean.reshape(groups, -1)).flatten()
 
 

@@ -24,7 +24,8 @@ class QLinear(QuantOpr, nn.Linear):
     sums_pairs = True
 
     def forward(self, input: Tensor) -> Tensor:
-        x, weight = self.quantized_input(input), self.quantized_weight()
+        x = self.quantized_input(input)
+        weight = self.quantized_weight()
         return nn.functional.linear(x, weight, self.current_bias)
 
     def weight_group(self, asked: int | None) -> int | None:
@@ -44,7 +45,7 @@ class QLinear(QuantOpr, nn.Linear):
 
 @register_qmodule(sources=[nn.Bilinear])
 class QBilinear(QuantOpr, nn.Bilinear):
-    """Each of the two inputs has a grid of its own; `second` carries that of `input2`."""
+    """The two inputs have separate grids; `second` carries that of `input2`."""
 
     input_axis = -1
     input_name = "input1"
@@ -54,7 +55,8 @@ class QBilinear(QuantOpr, nn.Bilinear):
         self.second = QIdentity()
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
-        x, y = self.quantized_input(input1), self.second(input2)
+        x = self.quantized_input(input1)
+        y = self.second(input2)
         return nn.functional.bilinear(x, y, self.quantized_weight(), self.bias)
 
 

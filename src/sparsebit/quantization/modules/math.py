@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from sparsebit.graph.ops import called_module
 from sparsebit.quantization.common import Backend, get_backend
 from sparsebit.quantization.modules.activations import (
     QGELU,
@@ -113,13 +114,15 @@ class QAdd(MultipleInputsQuantOpr):
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
         """Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum that is added in float
-        anyway, because somebody reads it in float; but a convolution is integer only if its output is quantized.
+        anyway, because a reader needs it in float; but a convolution is integer only if its output is quantized.
         """
         if feeds_softmax(node, model):
             self.why_float = "the softmax behind it quantizes the sum"
         elif is_float_sum(node, model):
             self.why_float = "its sum is read in float"
-        return 0 if self.why_float else super().prepare_input_quantizer(node, model)
+        if self.why_float:
+            return 0
+        return super().prepare_input_quantizer(node, model)
 
 
 @register_qmodule(sources=spelled("mul multiply"))
@@ -145,7 +148,7 @@ def feeds_softmax(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     if not node.users or not depth:
         return False
     for user in node.users:
-        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        module = called_module(user, gm)
         between = isinstance(module, (QAdd, Cast, Reshape)) and feeds_softmax(user, gm, depth - 1)
         if not between and not isinstance(module, QSoftmax):
             return False
@@ -159,13 +162,13 @@ def is_float_sum(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
 
 
 def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
-    """Does a norm, also one that is written by hand, read the value, as it is or moved around?
+    """Does a norm, also one that is written by hand, read the value, directly or through ops that only move it?
 
-    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs
-    10 dB (class tokens), and no runtime adds in integers what it must hand on in float.
+    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs 10
+    dB (class tokens), and no runtime adds in integers if the result must be float.
     """
     for user in node.users if depth else ():
-        module = gm.get_submodule(str(user.target)) if user.op == "call_module" else None
+        module = called_module(user, gm)
         if isinstance(module, (*FLOAT_READERS, QMul)):
             return True
         if isinstance(module, MOVES) and is_read_in_float(user, gm, depth - 1):
@@ -178,9 +181,12 @@ def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
 def made_by_conv(
     node: fx.Node, gm: fx.GraphModule, between: tuple[type[Any], ...] = (), depth: int = 8
 ) -> bool:
-    """Is the value the output of a convolution, behind what is computed together with it, or moved around?"""
-    module = gm.get_submodule(str(node.target)) if node.op == "call_module" else None
+    """Is the value the output of a convolution, directly, after an op that is fused with it, or through ops that only
+    move it?"""
+    module = called_module(node, gm)
     if isinstance(module, CONVS):
         return True
-    source = node.args[0] if node.args and isinstance(module, (*MOVES, *WITH_CONV, *between)) else None
+    source = None
+    if node.args and isinstance(module, (*MOVES, *WITH_CONV, *between)):
+        source = node.args[0]
     return depth > 0 and isinstance(source, fx.Node) and made_by_conv(source, gm, between, depth - 1)

@@ -1,4 +1,4 @@
-"""Contractions of activations: every factor is quantized; what is only added, and a mask, stays float."""
+"""Contractions of activations: every factor is quantized; a mask, and a value that is only added, stay float."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ class _Attention(MultipleInputsQuantOpr):
     ) -> Tensor:
         if enable_gqa:
             repeats = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+            key = key.repeat_interleave(repeats, -3)
+            value = value.repeat_interleave(repeats, -3)
         scores = query @ key.transpose(-2, -1) * (scale or query.shape[-1] ** -0.5)
         if is_causal:
             attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
@@ -85,7 +86,7 @@ class _Attention(MultipleInputsQuantOpr):
 
 @register_qmodule(sources=[Experts])
 class QExperts(QuantOpr):
-    """Experts: the weight is (experts * out, in), so that each row has a scale of its own."""
+    """Experts: the weight is (experts * out, in), so that each row has its scale."""
 
     input_axis = -1
 

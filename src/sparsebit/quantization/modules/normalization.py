@@ -51,7 +51,9 @@ class _Norm(QuantOpr):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args = self.quantize_first(args, kwargs)
         function = self.__dict__.get("op")
-        return function(*args, **kwargs) if function else self.original.forward(self, *args, **kwargs)
+        if function:
+            return function(*args, **kwargs)
+        return self.original.forward(self, *args, **kwargs)
 
 
 @register_qmodule(sources=[nn.LayerNorm, *spelled("layer_norm native_layer_norm")])

@@ -1,7 +1,7 @@
-"""Layers with a forward of their own: a Conv2d that pads by the size of its input, a Linear that casts.
+"""Layers of a class that changes the forward: a Conv2d that pads by the size of its input, a Linear that casts.
 
-Where such a forward cannot be traced it runs as it is, on a quantized input and with the quantized weight in
-the place of the weight.
+A forward that cannot be traced runs unchanged, on a quantized input and with the quantized weight in the place of the
+weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OwnForward(QuantOpr):
 
 
 def own_forward(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The quantized form of `cls`, a class with a forward of its own below a known layer with a weight; or None."""
+    """The quantized form of `cls`, a subclass of a known layer with a weight that changes the forward; or None."""
     known = next((QMODULE_MAP[base] for base in cls.__mro__[1:] if base in QMODULE_MAP), None)
     if known is None or not issubclass(known, QuantOpr) or not known.quantize_weight:
         return None
@@ -61,7 +61,8 @@ class QConv1D(QuantOpr):
     input_axis = -1
 
     def adopt(self, module: nn.Module) -> None:
-        self.weight, self.bias = module.weight, module.bias
+        self.weight = module.weight
+        self.bias = module.bias
 
     def forward(self, x: Any) -> Any:
         return self.quantized_input(x) @ self.quantized_weight() + self.bias

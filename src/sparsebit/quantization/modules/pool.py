@@ -15,7 +15,8 @@ class _Mean(QuantOpr):
     def __init__(self, org_module: Any = None, config: Any = None):
         super().__init__(org_module, config)
         if isinstance(org_module, fx.Node):
-            args, kwargs = org_module.args, org_module.kwargs
+            args = org_module.args
+            kwargs = org_module.kwargs
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
             if keep is True and (dim == -1 or dim in ([-1], (-1,))):

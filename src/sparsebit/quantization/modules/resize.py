@@ -15,7 +15,7 @@ from sparsebit.quantization.modules.base import Opr, QuantOpr, define, register_
 class _Resample(QuantOpr):
     """The mode decides at build time whether there is a quantizer."""
 
-    function: ClassVar[Callable[..., Any]] = F.interpolate  # its signature tells where the mode is
+    function: ClassVar[Callable[..., Any]] = F.interpolate  # its signature has the place of the mode
     mode: str = "nearest"
 
     def __init__(self, org_module: Any = None, config: Any = None):

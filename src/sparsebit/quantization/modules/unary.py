@@ -1,29 +1,14 @@
-"""QIdentity carries a quantizer for a value in the graph; the other ops here hand their input on."""
+"""Ops with one input that return its values: dropout, copies, casts, and questions about a tensor."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from sparsebit.quantization.modules.activations import (
-    QSoftmax as QSoftmax,
-)  # Legacy: the original has it in this file
-from sparsebit.quantization.modules.base import Mover, QuantOpr, Value, define, register_qmodule, spelled
-from sparsebit.quantization.modules.float_ops.index import (
-    Where as Where,  # Legacy: the original has it in this file
-)
-
-
-@register_qmodule(sources=[nn.Identity])
-class QIdentity(QuantOpr):
-    """The quantizer of one input of a multi-input op, or an nn.Identity the user marked with `.remove = False`."""
-
-    moves_values = True
-
-    def forward(self, x_in: Any) -> Any:
-        return self.quantized_input(x_in)
-
+# Legacy: the original has these names in this file
+from sparsebit.quantization.modules.activations import QSoftmax as QSoftmax
+from sparsebit.quantization.modules.base import Mover, Value, define, spelled
+from sparsebit.quantization.modules.base import QIdentity as QIdentity
+from sparsebit.quantization.modules.float_ops.index import Where as Where
 
 Dropout = define(
     "Dropout",

@@ -27,14 +27,18 @@ BELL = 2.0  # one-sided data whose mean is that many deviations away from 0 is a
 @lru_cache
 def clip_alpha(bits: int, distribution: str) -> float:
     """Where a wider range costs as much rounding as it saves clipping; by bisection, for any bits."""
-    low, high = 0.0, 100.0
+    low = 0.0
+    high = 100.0
     for _ in range(60):
         a = (low + high) / 2
         if distribution == "laplace":
-            rounding, clipping = a / (3 * 4.0**bits), math.exp(-a)
+            rounding = a / (3 * 4.0**bits)
+            clipping = math.exp(-a)
         else:
-            density, beyond = math.exp(-a * a / 2) / math.sqrt(2 * math.pi), math.erfc(a / math.sqrt(2)) / 2
-            rounding, clipping = a / (6 * 4.0**bits), density - a * beyond
+            density = math.exp(-a * a / 2) / math.sqrt(2 * math.pi)
+            beyond = math.erfc(a / math.sqrt(2)) / 2
+            rounding = a / (6 * 4.0**bits)
+            clipping = density - a * beyond
         low, high = (a, high) if rounding < clipping else (low, a)
     return low
 
@@ -50,21 +54,28 @@ class ACIQObserver(HistogramObserver):
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()
-        bins, spec, shape = self.bins(mantissa=MANTISSA), self.spec, str(self.params.distribution)
+        bins = self.bins(mantissa=MANTISSA)
+        spec = self.spec
+        shape = str(self.params.distribution)
         mean, deviation, spread = moments(bins, shape)
         alpha = clip_alpha(spec.bits, shape)
-        lo, hi = mean - alpha * spread, mean + alpha * spread
+        lo = mean - alpha * spread
+        hi = mean + alpha * spread
         # the values of a ReLU are the half of a bell around 0; unsigned codes give that half one bit more
         half = ((low >= 0) | (high <= 0)) & (mean.abs() < BELL * deviation)
         clip = clip_alpha(spec.bits + (not spec.symmetric), shape) * half_spread(bins, shape)
-        lo, hi = torch.where(half, -clip, lo), torch.where(half, clip, hi)
+        lo = torch.where(half, -clip, lo)
+        hi = torch.where(half, clip, hi)
         return lo.float().maximum(low).clamp(max=0), hi.float().minimum(high).clamp(min=0)
 
 
 def moments(bins: Bins, shape: str) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, standard deviation, and the spread that the distribution is scaled by."""
-    lo, hi, share = bins.lo.double(), bins.hi.double(), bins.count / bins.total()[:, None]
-    centre, width = (lo + hi) / 2, hi - lo
+    lo = bins.lo.double()
+    hi = bins.hi.double()
+    share = bins.count / bins.total()[:, None]
+    centre = (lo + hi) / 2
+    width = hi - lo
     mean = (centre * share).sum(1)
     away = centre - mean[:, None]
     deviation = ((away.square() + width.square() / 12) * share).sum(1).sqrt()

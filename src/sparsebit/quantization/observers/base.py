@@ -23,7 +23,7 @@ from sparsebit.quantization.common import Backend, Granularity, QuantTarget
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-EXACT_WEIGHT = 2**16  # values per channel that are kept as they are: weights are in memory anyway
+EXACT_WEIGHT = 2**16  # values per channel that are kept without bins: weights are in memory anyway
 
 
 class DataCache:
@@ -49,7 +49,9 @@ class DataCache:
 
     def get_batch_size(self) -> int | None:
         """How many images were seen; None for weights."""
-        return None if self.qdesc.target is QuantTarget.WEIGHT else sum(len(d) for d in self._data_cache)
+        if self.qdesc.target is QuantTarget.WEIGHT:
+            return None
+        return sum(len(d) for d in self._data_cache)
 
     def get_data_for_calibration(self, granularity: Granularity) -> Tensor:
         """All values in a row, (values,); or (channels, values) if CHANNELWISE."""
@@ -60,10 +62,11 @@ class DataCache:
 
 
 class ObserverCache(DataCache):
-    """The cache of one observer: what it is given is kept, and shown to the observer too."""
+    """The cache of one observer: it keeps every value, and shows it to the observer too."""
 
     def __init__(self, observer: Observer):
-        self.qdesc, self.observer = observer.qdesc, observer
+        self.qdesc = observer.qdesc
+        self.observer = observer
 
     @property
     def _data_cache(self) -> list[Tensor]:  # type: ignore[override]
@@ -174,8 +177,10 @@ class Observer(nn.Module):
                     f"batch {self.batches + 1} has {len(low)} channels, those before had {len(self.low)}; "
                     f"use a per-tensor QSCHEME, or check ch_axis and LAYOUT"
                 )
-            low, high = low.minimum(self.low.to(low.device)), high.maximum(self.high.to(high.device))
-        self.low, self.high = low, high
+            low = low.minimum(self.low.to(low.device))
+            high = high.maximum(self.high.to(high.device))
+        self.low = low
+        self.high = high
         self.batches += batches
 
     @property
@@ -249,7 +254,8 @@ class Observer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the range in whatever shape it was saved."""
         for name in ("min_val", "max_val"):
-            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            mine = getattr(self, name)
             if saved is not None and saved.shape != mine.shape:
                 setattr(self, name, torch.empty_like(saved, device=mine.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -285,7 +291,7 @@ class HistogramObserver(Observer):
         self.histogram = None
 
     def bins(self, **options: Any) -> Bins:
-        """What was seen, as bins."""
+        """The observed values, as bins."""
         low, high = self.seen_range()
         if self.histogram is None:  # not with data: update() fills both
             raise CalibrationError("saw no data")
@@ -308,7 +314,9 @@ class ImageObserver(Observer):
     @property
     def image_axis(self) -> int | None:
         axis = self.spec.axis
-        return axis + 1 if self.is_weight and axis is not None else axis
+        if self.is_weight and axis is not None:
+            return axis + 1
+        return axis
 
     def accumulate_images(self, low: Tensor, high: Tensor) -> None:
         raise NotImplementedError(f"{type(self).__name__} must define accumulate_images()")

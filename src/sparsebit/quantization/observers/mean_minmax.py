@@ -30,7 +30,8 @@ class MeanMinMaxObserver(ImageObserver):
 
     def reset(self) -> None:
         super().reset()
-        self.low_sum, self.high_sum = RunningSum(), RunningSum()  # over groups of images
+        self.low_sum = RunningSum()  # over groups of images
+        self.high_sum = RunningSum()
         self.low_floor: Tensor | None = None  # range of the batches that are smaller than a group
         self.high_floor: Tensor | None = None
 
@@ -47,15 +48,20 @@ class MeanMinMaxObserver(ImageObserver):
         self.high_sum.add(high.sum(0), len(high))
 
     def _widen(self, low: Tensor, high: Tensor) -> None:
-        self.low_floor = low if self.low_floor is None else torch.minimum(low, self.low_floor.to(low.device))
-        self.high_floor = (
-            high if self.high_floor is None else torch.maximum(high, self.high_floor.to(high.device))
-        )
+        if self.low_floor is None:
+            self.low_floor = low
+        else:
+            self.low_floor = torch.minimum(low, self.low_floor.to(low.device))
+        if self.high_floor is None:
+            self.high_floor = high
+        else:
+            self.high_floor = torch.maximum(high, self.high_floor.to(high.device))
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
         low, high = self.seen_range()
         if not self.low_sum.empty:
-            low, high = self.low_sum.mean().float(), self.high_sum.mean().float()
+            low = self.low_sum.mean().float()
+            high = self.high_sum.mean().float()
             if self.low_floor is not None and self.high_floor is not None:
                 low = torch.minimum(low, self.low_floor.float().to(low.device))
                 high = torch.maximum(high, self.high_floor.float().to(high.device))

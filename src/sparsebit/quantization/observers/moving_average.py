@@ -46,9 +46,11 @@ class MovingAverageObserver(ImageObserver):
     def _append(self, first: Tensor, tail: Tensor, images: int) -> None:
         ratio = float(self.params.ema_ratio)
         if self.first is None or self.tail is None:
-            self.first, self.tail = first, tail
+            self.first = first
+            self.tail = tail
         else:  # the first image of the later part is an ordinary one now
-            first, tail = first.to(self.tail.device), tail.to(self.tail.device)
+            first = first.to(self.tail.device)
+            tail = tail.to(self.tail.device)
             self.tail = ratio**images * self.tail + (1 - ratio) * ratio ** (images - 1) * first + tail
         self.images += images
 

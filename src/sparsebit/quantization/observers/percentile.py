@@ -21,7 +21,8 @@ class PercentileObserver(HistogramObserver):
         )
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
-        bins, alpha = self.bins(), float(self.params.alpha)
+        bins = self.bins()
+        alpha = float(self.params.alpha)
         total = bins.total()
         negative = torch.where(bins.lo < 0, bins.count, 0).sum(1, dtype=torch.float64)
         positive = total - negative

@@ -13,7 +13,9 @@ from torch import Tensor
 def world_size() -> int:
     """How many ranks share the work; 1 where torch.distributed is not in use."""
     distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
 class RunningSum:
@@ -29,7 +31,8 @@ class RunningSum:
         values = values.double()
         self.count += count
         if self.total is None or self.error is None:
-            self.total, self.error = values, torch.zeros_like(values)
+            self.total = values
+            self.error = torch.zeros_like(values)
             return
         old = self.total.to(values.device)
         self.total = old + values

@@ -1,4 +1,4 @@
-"""Ready-made configs: ordinary YAML files of this folder. The first line of each says what it is for."""
+"""Ready-made configs: ordinary YAML files of this folder. The first line of each describes its purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FOLDER = Path(__file__).parent
 
 
 def presets() -> dict[str, str]:
-    """Name -> what it is for."""
+    """Name -> purpose."""
     files = sorted(_FOLDER.glob("*.yaml"), key=lambda path: path.stem)
     return {path.stem: _first_line(path) for path in files}
 

@@ -22,21 +22,26 @@ from sparsebit.quantization.common import QuantTarget
 from sparsebit.quantization.quantizers import register_quantizer
 from sparsebit.quantization.quantizers.base import Quantizer as BaseQuantizer
 
-ZETA, GAMMA = 1.1, -0.1  # stretch the sigmoid, so that h reaches 0 and 1
+# they stretch the sigmoid, so that h reaches 0 and 1
+ZETA = 1.1
+GAMMA = -0.1
 FIXED = 10.0  # |v| of a weight that is decided for good
-DECIDE_FROM, DECIDE_UNTIL = 0.3, 0.95  # of the steps: more and more weights are decided for good
+# between these shares of the steps, more and more weights are decided for good
+DECIDE_FROM = 0.3
+DECIDE_UNTIL = 0.95
 DECIDE_EVERY = 5  # steps
 
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 
 
 class SoftRounding:
-    """The rounding of one weight while it is learned: `v` says up or down, `gain` changes the length of a step."""
+    """The rounding of one weight while it is learned: `v` decides up or down, `gain` changes the length of a step."""
 
     def __init__(self, weight: Tensor, grid: QParams, qmin: int, qmax: int, axis: int | None):
         self.scale = broadcast(grid.scale.to(weight), weight.dim(), axis)
         zero_point = broadcast(grid.zero_point.to(weight), weight.dim(), axis).round()
-        self.low, self.high = qmin - zero_point, qmax - zero_point
+        self.low = qmin - zero_point
+        self.high = qmax - zero_point
         steps = weight / self.scale
         self.floor = steps.floor()
         rest = (steps - self.floor).clamp(1e-4, 1 - 1e-4)
@@ -117,11 +122,14 @@ class AdaRoundQuantizer(BaseQuantizer):
             return x
         steps, scale = self._nearest(x)
         y = ((steps + self.shift.to(steps)) * scale).reshape(x.shape).to(x.dtype)
-        return x + (y - x).detach() if x.requires_grad and torch.is_grad_enabled() else y
+        if x.requires_grad and torch.is_grad_enabled():
+            return x + (y - x).detach()
+        return y
 
     def _nearest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Steps from zero to the code next to each value (groups as rows), and the length of a step."""
-        spec, rows = self.spec, in_groups(x.detach().float(), self.spec.group)
+        spec = self.spec
+        rows = in_groups(x.detach().float(), self.spec.group)
         scale = broadcast(self.scale.detach().float(), rows.dim(), spec.axis)
         zero = broadcast(self.zero_point.round().float(), rows.dim(), spec.axis)
         return (rows / scale).round().clamp(spec.qmin - zero, spec.qmax - zero), scale
@@ -149,12 +157,13 @@ class AdaRoundQuantizer(BaseQuantizer):
         self.shift = torch.zeros(0, dtype=torch.int8, device=self.scale.device)
 
     def _set_qparams(self, scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-        self.forget()  # what was learned was for the old grid
+        self.forget()  # the learned rounding belongs to the old grid
         return super()._set_qparams(scale, zero_point)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.setdefault(prefix + "shift", torch.zeros(0, dtype=torch.int8))
-        self.soft, self.shift = None, torch.empty_like(saved, device=self.scale.device)
+        self.soft = None
+        self.shift = torch.empty_like(saved, device=self.scale.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -164,8 +173,10 @@ class LinearTempDecay:
     def __init__(
         self, max_steps: int, rel_start_step: float = 0.2, start_beta: float = 20, end_beta: float = 2
     ):
-        self.max_steps, self.start_step = max_steps, rel_start_step * max_steps
-        self.start_beta, self.end_beta = start_beta, end_beta
+        self.max_steps = max_steps
+        self.start_step = rel_start_step * max_steps
+        self.start_beta = start_beta
+        self.end_beta = end_beta
 
     def __call__(self, step: int) -> float:
         if step < self.start_step:

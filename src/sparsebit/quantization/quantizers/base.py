@@ -46,7 +46,9 @@ class Reuse:
     """
 
     def __init__(self, running: set[str], makers: list[nn.Module], reader: nn.Module):
-        self.running, self.makers, self.reader = running, makers, reader
+        self.running = running
+        self.makers = makers
+        self.reader = reader
 
     def allows(self, x: Any) -> bool:
         if not self.running or not isinstance(x, Tensor) or x.requires_grad or torch.compiler.is_compiling():
@@ -62,7 +64,7 @@ class Quantizer(nn.Module):
     )
     scale: Tensor  # (1,) or (channels,); 0 means: not calibrated yet
     zero_point: Tensor
-    # Each of these two is True for a class that defines the method, unless the class says False.
+    # Each of these two is True for a class that defines the method, unless the class sets it to False.
     keeps_batches: ClassVar[bool] = False  # calc_qparams() finds all batches in self.observer.data_cache
     broadcasts: ClassVar[bool] = (
         False  # _forward() gets scales that broadcast over x, in place of (channels,)
@@ -95,8 +97,8 @@ class Quantizer(nn.Module):
             Quantizer
         ] = []  # these, itself included, read one value and get one grid (one_grid.py)
         self.known_range: tuple[float, float] | None = None  # whatever calibration sees (known_ranges.py)
-        self.on_regrid: Callable[[], None] | None = None  # told when set_bit() changes a calibrated grid
-        self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # what stands in for rounding
+        self.on_regrid: Callable[[], None] | None = None  # called when set_bit() changes a calibrated grid
+        self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # replaces rounding
         self.unused = False  # calibration showed it no float data: pass values through until the next one
 
     # -- what a subclass defines ---------------------------------------------------------------------
@@ -118,7 +120,7 @@ class Quantizer(nn.Module):
         return x
 
     def current_qparams(self) -> QParams:
-        """The grid as it is now, as plain values."""
+        """The present grid, as plain values."""
         scale, zero_point = self._qparams_preprocess(torch.zeros(1, device=self.scale.device))
         scale = scale.detach().reshape(-1).clone()
         return QParams(scale, zero_point.detach().reshape(-1).expand_as(scale).round())
@@ -144,7 +146,9 @@ class Quantizer(nn.Module):
         """`x` on the grid, in any mode."""
         scale, zero_point = self._qparams_preprocess(x)
         y = self._on_grid(x, scale, zero_point)
-        return keep_pairs(y, scale, self.spec) if self.keeps_pairs else y
+        if self.keeps_pairs:
+            return keep_pairs(y, scale, self.spec)
+        return y
 
     def _on_grid(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         if not self._broadcasts:  # a view of the scales takes as long as rounding a small weight
@@ -168,7 +172,7 @@ class Quantizer(nn.Module):
 
     # -- calibration ---------------------------------------------------------------------------------
     def reset(self) -> None:
-        """Forget what was observed; a subclass that keeps sums of its own forgets them here."""
+        """Forget the observed values; a subclass that keeps other sums forgets them here."""
         self.observer.reset()
         self.unused = False
 
@@ -216,8 +220,10 @@ class Quantizer(nn.Module):
             low, high = (torch.full_like(x, bound) for x, bound in zip((low, high), self.known_range))
         self.calc_qparams_with_minmax(low, high)
         for other in others:
-            other.observer.min_val, other.observer.max_val = low.clone(), high.clone()
-            other.scale, other.zero_point = self.scale, self.zero_point
+            other.observer.min_val = low.clone()
+            other.observer.max_val = high.clone()
+            other.scale = self.scale
+            other.zero_point = self.zero_point
 
     def set_unused(self) -> None:
         """No float data came by: stay out of the way. A negative scale carries that through a state_dict."""
@@ -281,7 +287,8 @@ class Quantizer(nn.Module):
     # -- views ---------------------------------------------------------------------------------------
     def _broadcast_qparams(self, params: Tensor) -> Tensor:
         """One value per channel, (channels,), in a shape that broadcasts over what this quantizer rounds."""
-        name, group = self.name or type(self).__name__, self.spec.group
+        name = self.name or type(self).__name__
+        group = self.spec.group
         if group is not None:
             raise ConfigError(
                 f"{name}: with W.GROUP no shape of the scales broadcasts over the weight; use "
@@ -335,7 +342,7 @@ class Quantizer(nn.Module):
         return self.absorbed
 
     def __repr__(self) -> str:
-        """One line: what it is, and the range its codes can hold."""
+        """One line: the kind of quantizer, and the range of its codes."""
         if self.absorbed:
             return f"{self.TYPE}, {'disabled' if self.cfg.quantizer.disable else 'absorbed'}"
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
@@ -360,7 +367,8 @@ class Quantizer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take scale and zero point in whatever shape they were saved: (1,), (C,), or the old (C, 1, 1, 1)."""
         for name in ("scale", "zero_point"):
-            saved, mine = state_dict.get(prefix + name), getattr(self, name)
+            saved = state_dict.get(prefix + name)
+            mine = getattr(self, name)
             if saved is None:
                 continue
             self.dims = saved.dim() if saved.dim() > 1 else self.dims
@@ -386,16 +394,18 @@ class Quantizer(nn.Module):
 
 
 def _applies(cls: type[Quantizer], option: str, method: str) -> bool:
-    """What a class says about `option`; True for a class that defines `method` and says nothing."""
+    """The class attribute `option`; by default True for a class that defines `method`."""
     nearest = next(c for c in cls.__mro__ if option in vars(c) or method in vars(c))
     return bool(vars(nearest).get(option, True))
 
 
 def _over(x: Tensor, p: Tensor, axis: int | None) -> Tensor:
-    """`p` in a shape that broadcasts over `x`; what has several dimensions already does."""
+    """`p` in a shape that broadcasts over `x`; a tensor of several dimensions is returned unchanged."""
     if p.dim() == 1 and (axis is not None or not x.dim()):
         return broadcast(p, x.dim(), axis)
-    return p.reshape(-1) if p.numel() == 1 and p.dim() > x.dim() else p
+    if p.numel() == 1 and p.dim() > x.dim():
+        return p.reshape(-1)
+    return p
 
 
 def _flat(p: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """LSQ: the scale is learned (Esser et al., Learned Step Size Quantization, ICLR 2020).
 
-Starts where the observer says: mse, unless the config names another. With minmax, which knows nothing of few bits, it
-starts as in the paper, at 2 mean|x| / sqrt(q), q the code farthest from 0. Its gradient is scaled by
+It starts with the scale of the observer: mse, unless the config names another one. minmax is not made for few bits;
+with it, the scale starts as in the paper, at 2 mean|x| / sqrt(q), q the code farthest from 0. Its gradient is scaled by
 1 / sqrt(values * qmax). An affine scheme keeps the zero point of calibration: 0 for the values of a ReLU.
 """
 
@@ -31,7 +31,10 @@ def lsq_grad_scale(x: Tensor, quantizer: BaseQuantizer) -> float:
 
     Values of the whole batch: ranks that share it give the gradient that one process would.
     """
-    ranks = 1 if quantizer.qdesc.target is QuantTarget.WEIGHT else world_size()
+    if quantizer.qdesc.target is QuantTarget.WEIGHT:
+        ranks = 1
+    else:
+        ranks = world_size()
     values = x.numel() * ranks / quantizer.scale.numel()
     return 1.0 / max(values * quantizer.spec.qmax, 1.0) ** 0.5
 
@@ -67,7 +70,8 @@ class LSQQuantizer(BaseQuantizer):
         super().calc_qparams()  # keeps the range for repr and set_bit, and gives an affine scheme its zero point
         if self.observer.TYPE != "minmax":
             return self.scale, self.zero_point
-        spec, zero_point = self.spec, self.zero_point
+        spec = self.spec
+        zero_point = self.zero_point
         farthest = torch.full_like(zero_point, spec.qmax)
         if not spec.symmetric:
             farthest = torch.maximum(spec.qmax - zero_point, zero_point - spec.qmin)

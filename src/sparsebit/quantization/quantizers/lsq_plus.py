@@ -44,7 +44,8 @@ class LSQPlusQuantizer(BaseQuantizer):
             QuantTarget.WEIGHT in self.cfg.target and self.is_symmetric
         ):  # weights come whole, so this is exact
             rows = as_channels(in_groups(x.detach().float(), self.spec.group), self.spec.axis)
-            mean, std = rows.mean(1), rows.std(1, correction=0)
+            mean = rows.mean(1)
+            std = rows.std(1, correction=0)
             self._three_sigma = torch.maximum((mean - 3 * std).abs(), (mean + 3 * std).abs())
 
     def calc_qparams(self) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,10 @@ class QuantDescriptor:
     def __init__(self, cfg: Any):
         self.target: QuantTarget = cfg.target[0]
         weight = self.target is QuantTarget.WEIGHT
-        self._ch_axis = 0 if weight else CHANNEL_AXIS[cfg.observer.layout]
+        if weight:
+            self._ch_axis = 0
+        else:
+            self._ch_axis = CHANNEL_AXIS[cfg.observer.layout]
         self.bs_axis = None if weight else 0
         self.is_perchannel, self.is_symmetric = next(
             flags for flags, scheme in SCHEMES.items() if scheme is get_qscheme(cfg.qscheme)
@@ -45,7 +48,7 @@ class QuantDescriptor:
 
     @property
     def spec(self) -> QuantSpec:
-        """The grid as it is now; ask again after `set_bit` or `set_symmetric`."""
+        """The present grid; ask again after `set_bit` or `set_symmetric`."""
         if not self.is_perchannel:
             return QuantSpec(self.bit, self.is_symmetric)
         return QuantSpec(self.bit, self.is_symmetric, self._ch_axis, group=self.group)
@@ -77,11 +80,17 @@ class QuantDescriptor:
 
     def calc_qmin_qmax(self, bit: int, scheme: torch.qscheme | str) -> tuple[int, int]:
         """The lowest and the highest code of another width and scheme; this descriptor stays the same."""
-        asked = get_qscheme(scheme) if isinstance(scheme, str) else scheme
+        if isinstance(scheme, str):
+            asked = get_qscheme(scheme)
+        else:
+            asked = scheme
         symmetric = next(flags[1] for flags, known in SCHEMES.items() if known is asked)
         spec = QuantSpec(bit, symmetric)
         return spec.qmin, spec.qmax
 
     def __repr__(self) -> str:
-        groups = "" if self.group is None else f" in groups of {self.group}"
+        if self.group is None:
+            groups = ""
+        else:
+            groups = f" in groups of {self.group}"
         return f"{self._type} {str(self.scheme).removeprefix('torch.').replace('_', '-')}{groups}"

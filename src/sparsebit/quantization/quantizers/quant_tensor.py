@@ -1,4 +1,4 @@
-"""The original's function names for fake quantization, over `sparsebit.numeric`."""
+"""Legacy: the original's function names for fake quantization, over `sparsebit.numeric`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reconstruction: learn the rounding of each unit's weights so that its output is that of the float network.
 
 Two lanes walk the graph: the float one gives the targets, the quantized one (`asym`) the inputs, so that a unit also
-makes up for the errors before it (Li et al., BRECQ, 2021). A finished unit can be kept in a folder, where an
-interrupted run goes on.
+compensates the errors before it (Li et al., BRECQ, 2021). A finished unit can be kept in a folder, where an interrupted
+run is resumed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ Errors = dict[str, tuple[float, float]]
 
 
 def learns_rounding(module: Any) -> bool:
-    quantizer = module.weight_quantizer if isinstance(module, QuantOpr) else None
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.weight_quantizer
     return isinstance(quantizer, AdaRoundQuantizer) and not quantizer.absorbed
 
 
@@ -47,7 +49,7 @@ def needs_reconstruction(gm: fx.GraphModule) -> bool:
 
 
 def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
-    """QuantModel.reconstruct: calibrate where nobody has, then reconstruct."""
+    """QuantModel.reconstruct: calibrate if the model is not calibrated, then reconstruct."""
     from sparsebit.graph.run.batches import as_iterable, feed
 
     if not needs_reconstruction(qmodel.model):
@@ -61,7 +63,8 @@ def reconstruct_model(qmodel: Any, batches: Any, **options: Any) -> Errors:
         finally:
             qmodel._stop_calibration()
     qmodel.eval()
-    signature, device = signature_of(qmodel), qmodel.device
+    signature = signature_of(qmodel)
+    device = qmodel.device
     calls = [Call.of(batch, signature).to(device) for batch in batches]
     return reconstruct(qmodel.model, calls, **options)
 
@@ -78,14 +81,17 @@ def reconstruct(
     progress: bool | None = None,
 ) -> Errors:
     """Learn the rounding of every adaround weight of a calibrated graph; returns each unit's relative squared error
-    before and after. `w_quant` and `a_quant` say what of the layers before a unit is quantized."""
+    before and after. `w_quant` and `a_quant` choose whether weights and activations of the layers before a unit are
+    quantized."""
     layers = [m for m in gm.modules() if isinstance(m, QuantOpr) and learns_rounding(m)]
     if not layers:
         return {}
     units = find_units(gm, learns_rounding, weight_quantizer(layers[0]).params.unit)
     store = Store(offload)
     walk = _Walk(gm, batches, store, asym, w_quant, a_quant)
-    finished = Finished(Path(checkpoint)) if checkpoint is not None else None
+    finished = None
+    if checkpoint is not None:
+        finished = Finished(Path(checkpoint))
     errors: Errors = {}
     try:
         with bar("reconstructing", len(units), progress) as show:
@@ -103,7 +109,10 @@ def reconstruct(
 def _do(unit: Unit, walk: _Walk, index: int, finished: Finished | None, show: Any) -> tuple[float, float]:
     work = UnitLearning(unit, walk.gm, walk.samples, walk.compute(unit), seed=index)
     key = "" if finished is None else _fingerprint(unit, walk)
-    known = None if finished is None else finished.load(index, key, work)
+    if finished is None:
+        known = None
+    else:
+        known = finished.load(index, key, work)
     if known is not None:
         return known
     steps = work.options.steps
@@ -123,7 +132,9 @@ class _Walk:
     def __init__(
         self, gm: fx.GraphModule, batches: Sequence[Call], store: Store, asym: bool, w: bool, a: bool
     ):
-        self.gm, self.store, self.modes = gm, store, (w, a)
+        self.gm = gm
+        self.store = store
+        self.modes = (w, a)
         self.float_lane = _Lane(gm, batches, store)
         self.quant_lane = _Lane(gm, batches, store) if asym else None
         self.left = list(gm.graph.nodes)
@@ -141,7 +152,7 @@ class _Walk:
         self.samples = Samples(unit, self.store, inputs, exact if self.quant_lane else inputs, targets)
 
     def past(self, unit: Unit) -> None:
-        """Over the unit with its weights as they are now."""
+        """Run the unit with its present weights."""
         del self.samples
         if self.quant_lane is not None:
             with quantized(self.gm, unit.nodes, *self.modes):

@@ -46,7 +46,10 @@ class Samples:
     def __init__(
         self, unit: Unit, store: Store, inputs: list[Env], float_inputs: list[Env], targets: list[list[Any]]
     ):
-        self.store, self.inputs, self.float_inputs, self.targets = store, inputs, float_inputs, targets
+        self.store = store
+        self.inputs = inputs
+        self.float_inputs = float_inputs
+        self.targets = targets
         self.constants = {n for n in unit.inputs if n.op == "get_attr"}
         self.sizes = [0] * len(targets)
         self.positions = 1
@@ -54,7 +57,8 @@ class Samples:
 
     def _look(self) -> bool:
         """How many images each batch has; whether all values can be split into images of the same shape."""
-        shapes, separable = set(), True
+        shapes = set()
+        separable = True
         for i in range(len(self.targets)):
             env, targets = self._rows(i, None)
             self.sizes[i] = len(targets[0]) if targets[0].dim() else 1
@@ -102,7 +106,9 @@ class Samples:
     def _rows(self, batch: int, rows: Tensor | None, exact: bool = False) -> tuple[Env, list[Tensor]]:
         def take(value: Any) -> Any:
             value = self.store.get(value)
-            return value if rows is None else value[rows.to(value.device)]
+            if rows is None:
+                return value
+            return value[rows.to(value.device)]
 
         inputs = (self.float_inputs if exact else self.inputs)[batch].items()
         env = {n: self.store.get(v) if n in self.constants else take(v) for n, v in inputs}
@@ -113,7 +119,9 @@ class UnitLearning:
     """The work on one unit, inside `quantized(unit)`; `run` computes the unit's nodes from its inputs."""
 
     def __init__(self, unit: Unit, gm: fx.GraphModule, samples: Samples, run: Run, seed: int):
-        self.unit, self.samples, self.compute = unit, samples, run
+        self.unit = unit
+        self.samples = samples
+        self.compute = run
         self.generator = torch.Generator().manual_seed(seed)
         tops = [module_of(n, gm) for n in unit.nodes if n.op == "call_module"]
         self.modules = list(dict.fromkeys(m for top in tops for m in top.modules()))
@@ -150,7 +158,7 @@ class UnitLearning:
             for m in self.unit.layers:
                 weight_quantizer(m).settle(m.weight)
             after = self.error()
-        except BaseException:
+        except BaseException:  # also on Ctrl-C
             state.restore()
             raise
         if not after < before:
@@ -159,11 +167,14 @@ class UnitLearning:
         return before / energy, after / energy
 
     def groups(self) -> list[dict[str, Any]]:
-        """What is learned beside the rounding, each with its learning rate."""
+        """The other learned parameters beside the rounding, each with its learning rate."""
         groups: list[dict[str, Any]] = []
         for m in self.unit.layers:
             if m.bias_correction is not None:
-                size = m.weight.abs().amax() if m.bias is None else m.bias.abs().mean()
+                if m.bias is None:
+                    size = m.weight.abs().amax()
+                else:
+                    size = m.bias.abs().mean()
                 groups.append({"params": [m.bias_correction.requires_grad_()], "lr": BIAS_LR * size.item()})
         for q in self.inputs:
             if q.bit < FEW_BITS and not isinstance(q.scale, nn.Parameter):
@@ -259,4 +270,6 @@ def weight_quantizer(layer: QuantOpr) -> AdaRoundQuantizer:
 def _channels_last(value: Any) -> Any:
     """Depthwise convolutions on CPUs are several times faster so."""
     is_image = isinstance(value, Tensor) and value.dim() == 4
-    return value.contiguous(memory_format=torch.channels_last) if is_image else value
+    if is_image:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value

@@ -1,7 +1,8 @@
 """Units of reconstruction: stretches of the graph that are matched to the float network as a whole.
 
-The graph is cut wherever a single value goes on. What lies between two cuts and holds several layers, a residual
-block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck without shortcut); a
+The graph is cut wherever only one value connects its two sides. A stretch between two cuts that holds several layers,
+such as a residual block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck without
+shortcut); a
 stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may have several inputs and
 several outputs.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.modules.base import is_number
 
@@ -25,7 +26,7 @@ Learns = Callable[[QuantOpr], bool]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Consecutive nodes, the layers of them whose rounding is learned here, the values that go in and out."""
+    """Consecutive nodes, those of their layers whose rounding is learned here, the values that enter and leave."""
 
     nodes: tuple[fx.Node, ...]
     layers: tuple[QuantOpr, ...]
@@ -55,7 +56,9 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
 
 def _layers_of(node: fx.Node, gm: fx.GraphModule, learns: Learns) -> list[QuantOpr]:
     """The layers that a node runs: one, or those inside an island."""
-    inside = module_of(node, gm).modules() if node.op == "call_module" else ()
+    inside = ()
+    if node.op == "call_module":
+        inside = module_of(node, gm).modules()
     return [m for m in inside if isinstance(m, QuantOpr) and learns(m)]
 
 
@@ -68,7 +71,10 @@ def _unit(nodes: Sequence[fx.Node], layers: Sequence[QuantOpr], weighted: set[fx
             behind.add(node)
     outputs = [n for n in nodes if n in behind and any(user not in inside for user in n.users)]
     named = [str(n.meta.get("path", n.name)) for n in nodes if n in weighted]
-    name = named[0] if len(named) == 1 else f"{named[0]} .. {named[-1]}"
+    if len(named) == 1:
+        name = named[0]
+    else:
+        name = f"{named[0]} .. {named[-1]}"
     return Unit(tuple(nodes), tuple(layers), tuple(inputs), tuple(outputs), name)
 
 
@@ -93,7 +99,8 @@ def _pieces(order: list[fx.Node], gm: fx.GraphModule, weighted: set[fx.Node]) ->
 
 
 def _runs(pieces: Iterable[list[fx.Node]], gm: fx.GraphModule, weighted: set[fx.Node]) -> list[list[fx.Node]]:
-    """Pieces put together to units: an absorbed activation goes with what is before it, the rest leads in."""
+    """Join pieces to units: an absorbed activation belongs to the piece before it, any other piece without a layer to
+    the next."""
     ranges: list[list[fx.Node]] = []
     waiting: list[fx.Node] = []
     open_layers = 0  # of the last range, if more layers may join it
@@ -106,13 +113,16 @@ def _runs(pieces: Iterable[list[fx.Node]], gm: fx.GraphModule, weighted: set[fx.
                 waiting += piece
         elif layers > LARGEST:
             ranges += _divided(waiting + piece, weighted)
-            waiting, open_layers = [], 0
+            waiting = []
+            open_layers = 0
         elif layers == 1 and 0 < open_layers < RUN:
             ranges[-1] += waiting + piece
-            waiting, open_layers = [], open_layers + 1
+            waiting = []
+            open_layers += 1
         else:
             ranges.append(waiting + piece)
-            waiting, open_layers = [], 1 if layers == 1 else 0
+            waiting = []
+            open_layers = 1 if layers == 1 else 0
     return ranges
 
 
@@ -142,6 +152,8 @@ def _single_layers(order: list[fx.Node], gm: fx.GraphModule, weighted: set[fx.No
 
 
 def _is_absorbed(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
-    quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+    module = called_module(node, gm)
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.input_quantizer
     return quantizer is not None and quantizer.absorbed

@@ -1,4 +1,4 @@
-"""Hooks over a graph, and a store that frees a node's output after its last reader: the original's tools for
+"""Legacy: hooks over a graph, and a store that frees a node's output after its last reader: the original's tools for
 scripts that walk a GraphModule themselves. Sparsebit's own calibration uses graph/run/lanes.py."""
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ __all__ = ["GraphVisitor", "SharedData", "fx_symbolic_trace", "to_cpu", "to_deta
 
 
 def fx_symbolic_trace(model: nn.Module) -> fx.GraphModule:
-    return model if isinstance(model, fx.GraphModule) else fx.symbolic_trace(model)
+    if isinstance(model, fx.GraphModule):
+        return model
+    return fx.symbolic_trace(model)
 
 
 class SharedData:
@@ -60,12 +62,17 @@ class SharedData:
         if isinstance(args, fx.Node):
             value = self.get_output(str(args.target))
             value = real_input if value is None else value
-            return value if batch is None or value is None or isinstance(value, Tensor) else value[batch]
+            if batch is None or value is None or isinstance(value, Tensor):
+                return value
+            return value[batch]
         if isinstance(args, dict):
             real = real_input or {}
             return {k: self.extract_node_args(v, real.get(k), batch) for k, v in args.items()}
         if isinstance(args, (list, tuple)):
-            real = real_input if isinstance(real_input, (list, tuple)) else [None] * len(args)
+            if isinstance(real_input, (list, tuple)):
+                real = real_input
+            else:
+                real = [None] * len(args)
             return type(args)([self.extract_node_args(a, r, batch) for a, r in zip(args, real)])
         return args
 

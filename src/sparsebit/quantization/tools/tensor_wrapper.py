@@ -1,4 +1,4 @@
-"""Move or detach every tensor of a nested value."""
+"""Legacy: functions that move or detach every tensor of a nested value."""
 
 from __future__ import annotations
 

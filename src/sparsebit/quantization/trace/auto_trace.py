@@ -1,9 +1,9 @@
-"""trace="auto": torch.fx first; torch.export where it makes more of the model integer.
+"""trace="auto": torch.fx first, then torch.export if it makes more of the model integer.
 
-The second trace costs time, so it is only tried where torch.fx leaves islands whose multiplications are not all
-integers. Its graph is proved on the example by torch.export's front-end. It is taken if it still takes batches of any
-size, and if more multiplications become integer (quantized, for backends that are simulated). Where quantizers learn,
-torch.fx stays: the graph of torch.export has no dropout.
+The second trace costs time. So it is only tried if torch.fx leaves islands whose multiplications are not all integers.
+The front-end of torch.export compares its graph with the model on the example. The graph is taken if it still accepts
+batches of any size, and if more multiplications become integer (quantized, for backends that are simulated). If
+quantizers learn, torch.fx stays: the graph of torch.export has no dropout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def choose_front_end(qmodel: Any, example: Any, by_export: Callable[[], Any]) ->
         return qmodel
     try:
         before = preflight(qmodel, example).totals
-    except Exception as error:  # the example does not run: calibration says it best
+    except Exception as error:  # the example does not run: calibration gives the clearest error
         log.debug("trace: the example does not run: %s", error)
         return qmodel
     counted = _counted(qmodel)
@@ -83,7 +83,7 @@ def _batch_doubled(x: Tensor) -> Tensor:
 
 
 def _length_doubled(x: Tensor) -> Tensor:
-    """Sequences are twice as long; images stay as they are."""
+    """Sequences are twice as long; images keep their size."""
     return torch.cat([x, x], 1) if x.dim() in (2, 3) else x
 
 
@@ -108,7 +108,9 @@ def _stays(qmodel: Any, parts: str, why: str) -> Any:
 
 
 def _counted(qmodel: Any) -> str:
-    return "integer_macs" if BACKENDS[str(qmodel.cfg.backend)].INTEGER_OPS else "quantized_macs"
+    if BACKENDS[str(qmodel.cfg.backend)].INTEGER_OPS:
+        return "integer_macs"
+    return "quantized_macs"
 
 
 def _word(counted: str) -> str:

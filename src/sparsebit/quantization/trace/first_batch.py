@@ -20,7 +20,7 @@ from sparsebit.quantization.quantizers import Quantizer
 
 
 class Waiting(NamedTuple):
-    """What is needed to trace a model again, and the state in which it was built."""
+    """All that is needed to trace a model again, and the state in which it was built."""
 
     source: nn.Module
     options: Mapping[str, Any]  # keyword arguments of QuantModel
@@ -52,7 +52,7 @@ def fits(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError:
-        return True  # no graph fits; the forward says what is wrong
+        return True  # no graph fits; the error of the forward is the clearest
     if "" in gm.meta["islands"]:
         return False  # the model is one node: with a batch it can perhaps be traced
     fixed = gm.meta["fixed"]

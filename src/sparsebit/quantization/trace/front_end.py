@@ -31,11 +31,9 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
 
         return _finished(from_exported(model))
     if not isinstance(model, nn.Module) or hasattr(model, "named_quantizers"):
-        what = (
-            f"{model!r}, which is no nn.Module"
-            if not isinstance(model, nn.Module)
-            else "a QuantModel already"
-        )
+        what = "a QuantModel already"
+        if not isinstance(model, nn.Module):
+            what = f"{model!r}, which is no nn.Module"
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None
     if example is not None:
@@ -58,7 +56,8 @@ def _by_export(model: nn.Module, call: Call) -> fx.GraphModule:
 
 
 def _by_fx(model: nn.Module, config: QuantConfig, call: Call | None) -> fx.GraphModule:
-    """torch.fx. Where that leaves islands, an `if` on sizes goes the way of the example, which the graph checks."""
+    """torch.fx. If that leaves islands, an `if` on sizes takes the branch of the example, and the graph checks the
+    sizes."""
     gm = trace(model, QTracer(config.skip_trace_modules), call)
     if gm.meta["islands"] and call is not None:
         decided = trace(model, QTracer(config.skip_trace_modules, decides=True), call)
@@ -86,7 +85,7 @@ def refuse_other_inputs(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[
     try:
         given = gm.meta["signature"].bind(*args, **kwargs).arguments
     except TypeError:
-        return  # the forward itself says it best
+        return  # the error of the forward itself is the clearest
     for name, value in gm.meta["fixed"].items():
         if name in given:
             as_traced(name, given[name], value)

@@ -1,4 +1,4 @@
-"""The graph as SVG, without a layout engine: longest-path layers, ordered by the mean place of what they read.
+"""The graph as SVG, without a layout engine: longest-path layers, ordered by the mean place of their inputs.
 
 Networks are mostly chains, so the layers are folded into columns, like the text of a newspaper. Edges to the next
 layer are curves; longer ones swing out to the side, those into another column run through the gutter before it.
@@ -13,8 +13,11 @@ from html import escape
 from sparsebit.report.facts import Graph, Layer
 from sparsebit.report.figures import decibel
 
-WIDTH, HEIGHT = 152, 34  # of a box
-SLOT, ROW, GUTTER = WIDTH + 12, HEIGHT + 20, 44
+WIDTH = 152  # of a box
+HEIGHT = 34
+SLOT = WIDTH + 12
+ROW = HEIGHT + 20
+GUTTER = 44
 ASPECT = 1.7  # of the whole picture
 LETTERS = 23  # of a name in a box
 NOISE = (0.01, 0.03, 0.1, 0.2)  # borders of the classes e0 ... e4, shares of the noise of all layers
@@ -92,20 +95,28 @@ def _misfit(order: list[list[int]], fold: int) -> float:
 
 # -- how it is drawn -------------------------------------------------------------------------------------
 def _edge(a: Place, b: Place) -> str:
-    right, middle = a.x + WIDTH, a.y + HEIGHT / 2
+    right = a.x + WIDTH
+    middle = a.y + HEIGHT / 2
     if a.gutter != b.gutter:
         return f"M{right:.0f} {middle:.0f}H{a.gutter:.0f}V{b.y - 8:.0f}H{b.x - 8:.0f}V{b.y + 9:.0f}H{b.x:.0f}"
     if b.y - a.y <= ROW:
-        x, y, to, end = a.x + WIDTH / 2, a.y + HEIGHT, b.x + WIDTH / 2, b.y
+        x = a.x + WIDTH / 2
+        y = a.y + HEIGHT
+        to = b.x + WIDTH / 2
+        end = b.y
         bend = (end - y) / 2
         return f"M{x:.0f} {y:.0f}C{x:.0f} {y + bend:.0f} {to:.0f} {end - bend:.0f} {to:.0f} {end:.0f}"
-    end, level = b.x + WIDTH, b.y + HEIGHT / 2
+    end = b.x + WIDTH
+    level = b.y + HEIGHT / 2
     out = max(right, end) + 22
     return f"M{right:.0f} {middle:.0f}C{out:.0f} {middle:.0f} {out:.0f} {level:.0f} {end:.0f} {level:.0f}"
 
 
 def _box(name: str, op: str, place: Place, layer: Layer | None, row: int | None) -> str:
-    short = name if len(name) <= LETTERS else f"…{name[1 - LETTERS :]}"
+    if len(name) <= LETTERS:
+        short = name
+    else:
+        short = f"…{name[1 - LETTERS :]}"
     bits = layer.bits if layer is not None else ""
     tip = escape(" · ".join(_facts(name, op, layer)))
     text = (
@@ -114,7 +125,9 @@ def _box(name: str, op: str, place: Place, layer: Layer | None, row: int | None)
         f'<text x="{place.x + 7:.0f}" y="{place.y + 14:.0f}">{escape(short)}'
         f'<tspan x="{place.x + 7:.0f}" dy="14">{escape(f"{op} {bits}".strip())}</tspan></text></g>'
     )
-    return text if row is None else f'<a href="#layer-{row}">{text}</a>'
+    if row is None:
+        return text
+    return f'<a href="#layer-{row}">{text}</a>'
 
 
 def _facts(name: str, op: str, layer: Layer | None) -> Iterator[str]:

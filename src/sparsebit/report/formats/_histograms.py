@@ -1,4 +1,4 @@
-"""Histograms of what is rounded, 64 bars on a logarithmic scale of counts: the tails are what clipping is about."""
+"""Histograms of the rounded values, 64 bars on a logarithmic scale of counts, because clipping concerns the tails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def _grid(layers: Sequence[Layer]) -> str:
 
 
 def _chart(h: Histogram) -> str:
-    low, high = min(h.low, h.range[0]), max(h.high, h.range[1])
+    low = min(h.low, h.range[0])
+    high = max(h.high, h.range[1])
     scale = 1000 / ((high - low) or 1.0)
     x = lambda value: (value - low) * scale
     width = x(h.high) - x(h.low)
@@ -47,8 +48,12 @@ def _chart(h: Histogram) -> str:
     most = math.log1p(max(h.counts)) or 1.0
     tops = [TALL * (1 - math.log1p(n) / most) for n in h.counts]
     path = "".join(f"V{top:.3g}h{step:.1f}" for top in tops)
-    kind = "weights" if h.label.startswith("W") else "activations"
-    clipped = f", {share(h.clipped)} clipped" if h.clipped else ""
+    kind = "activations"
+    if h.label.startswith("W"):
+        kind = "weights"
+    clipped = ""
+    if h.clipped:
+        clipped = f", {share(h.clipped)} clipped"
     band = (
         f'<rect x="{x(h.range[0]):.0f}" y="0" width="{x(h.range[1]) - x(h.range[0]):.0f}" height="{TALL}"/>'
     )

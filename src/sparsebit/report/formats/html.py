@@ -52,7 +52,9 @@ def _parts(facts: Facts) -> Iterator[str]:
 
 def _section(title: str, content: str) -> str:
     anchor = title.lower().replace(" ", "-")
-    return f'<section id="{anchor}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
+    if content:
+        return f'<section id="{anchor}">\n<h2>{title}</h2>\n{content}\n</section>'
+    return ""
 
 
 def _items(lines: Iterable[str]) -> str:
@@ -67,7 +69,9 @@ def _tiles(facts: Facts) -> str:
         tiles.append(
             f'<div class="tile{failed}"><dt>{escape(label)}</dt><dd>{escape(value)}</dd><p>{escape(remark)}</p></div>'
         )
-    return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>' if tiles else ""
+    if tiles:
+        return f'<dl class="tiles">\n{chr(10).join(tiles)}\n</dl>'
+    return ""
 
 
 def _fixes(facts: Facts) -> str:
@@ -88,7 +92,9 @@ def _chart(layers: Sequence[Layer]) -> str:
         return ""
     longest = ranked[0].noise or 1.0
     bars = "\n".join(_bar(i, x, longest) for i, x in enumerate(ranked))
-    left_out = f" The {BARS} worst of {len(layers)} are shown." if len(layers) > BARS else ""
+    left_out = ""
+    if len(layers) > BARS:
+        left_out = f" The {BARS} worst of {len(layers)} are shown."
     return (
         f"<p>The share of each layer in the noise at the output, measured with one layer quantized at a time."
         f"{left_out}</p>\n"
@@ -99,7 +105,8 @@ def _chart(layers: Sequence[Layer]) -> str:
 
 def _bar(i: int, layer: Layer, longest: float) -> str:
     share = layer.noise or 0.0
-    width, top = 100 * share / longest, ROW * i
+    width = 100 * share / longest
+    top = ROW * i
     label = f"{escape(layer.name)} <tspan>{100 * share:.1f} %, {decibel(layer.effect)}</tspan>"
     tip = escape(f"{layer.path} ({layer.op}, {layer.bits}): {decibel(layer.effect)} at the output")
     return (
@@ -110,9 +117,15 @@ def _bar(i: int, layer: Layer, longest: float) -> str:
 
 # -- graph -----------------------------------------------------------------------------------------------
 KEYS = {
-    "error": (("n0", "below 1 %"), ("n1", "1 %"), ("n2", "3 %"), ("n3", "10 %"), ("n4", "20 % of the noise and more")),
+    "error": (
+        ("n0", "below 1 %"),
+        ("n1", "1 %"),
+        ("n2", "3 %"),
+        ("n3", "10 %"),
+        ("n4", "20 % of the noise and more"),
+    ),
     "bits": (("b2", "up to 3 bits"), ("b4", "4"), ("b6", "5 to 7"), ("b8", "8"), ("b16", "more")),
-}  # fmt: skip
+}
 
 
 def _graph(facts: Facts) -> str:
@@ -150,14 +163,21 @@ def _layers(layers: Sequence[Layer]) -> str:
     rows: list[list[Cell]] = []
     for x in layers:
         runs = "yes" if x.integer else x.backend
-        rows.append([
-            (x.name, None), (x.op, None), (x.bits or x.state, None),
-            (decibel(x.effect), x.effect), (decibel(x.own), x.own),
-            (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
-            (count(x.macs) if x.macs else "", x.macs), (runs, None),
-            (x.range.replace(" … ", "\u00a0…\u00a0"), None), (x.clipped, None),
-            (x.scheme or x.how, None),
-        ])  # fmt: skip
+        rows.append(
+            [
+                (x.name, None),
+                (x.op, None),
+                (x.bits or x.state, None),
+                (decibel(x.effect), x.effect),
+                (decibel(x.own), x.own),
+                (f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "", x.bytes),
+                (count(x.macs) if x.macs else "", x.macs),
+                (runs, None),
+                (x.range.replace(" … ", "\u00a0…\u00a0"), None),
+                (x.clipped, None),
+                (x.scheme or x.how, None),
+            ]
+        )
     return _table(head, rows, "layer")
 
 
@@ -177,7 +197,7 @@ def _channels(facts: Facts) -> str:
 
 
 def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
-    """What stays, on top of what there was; the widest layer fills the width."""
+    """Bars of the kept channels over the original ones; the widest layer fills the width."""
     widest = max(before for _, before, _ in pruned)
     cut_most = sorted(pruned, key=lambda row: row[2] - row[1])[:BARS]
     shown = [row for row in pruned if row in cut_most]
@@ -189,7 +209,9 @@ def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
             f'<rect class="was" x="0" y="{top + 18}" width="{100 * before / widest:.2f}%" height="9" rx="2"/>'
             f'<rect x="0" y="{top + 18}" width="{100 * after / widest:.2f}%" height="9" rx="2"/></g>'
         )
-    left_out = f"<p>The {BARS} that were cut most, of {len(pruned)}.</p>" if len(pruned) > BARS else ""
+    left_out = ""
+    if len(pruned) > BARS:
+        left_out = f"<p>The {BARS} that were cut most, of {len(pruned)}.</p>"
     return (
         f'{left_out}<svg class="chart" role="img" aria-label="Channels by layer" width="100%" '
         f'height="{ROW * len(shown)}">\n{chr(10).join(bars)}\n</svg>\n'
@@ -200,7 +222,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], anchor: str = "r
     if not rows:
         return ""
     used = [i for i in range(len(head)) if any(row[i][0] for row in rows)]
-    head, rows = [head[i] for i in used], [[row[i] for i in used] for row in rows]
+    head = [head[i] for i in used]
+    rows = [[row[i] for i in used] for row in rows]
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "\n".join(
         f'<tr id="{anchor}-{i}">' + "".join(map(_cell, row)) + "</tr>" for i, row in enumerate(rows)

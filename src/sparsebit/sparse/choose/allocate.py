@@ -19,15 +19,15 @@ from sparsebit.sparse.labels.walk import Walk
 from sparsebit.utils.progress import tracked
 
 log = logging.getLogger("sparsebit")
-AUTO, MULTIPLE = (
-    0,
-    8,
-)  # round_to 0: multiples of 8, which kernels prefer, in layers with room for two of them
+AUTO = 0  # round_to 0: multiples of 8, which kernels prefer, in layers with room for two of them
+MULTIPLE = 8
 STEPS = 12  # of the bisection: the ratio is then known to 1 / 4096
 MOST = 0.99
 _KNOWN: WeakKeyDictionary[Walk, dict[int, list[int]]] = WeakKeyDictionary()
-OFF, FEW_LEFT = 0.1, 0.9  # how far a measured budget may be missed; the ratio from which a warning is due
-ROOM, FILLS = 0.01, 32  # a budget counts as met within a hundredth; how many ratios are tried to fill it
+OFF = 0.1  # a measured budget may be missed by this share
+FEW_LEFT = 0.9  # from this ratio on a warning is due
+ROOM = 0.01  # a budget counts as met within this share
+FILLS = 32  # so many ratios are tried to fill it
 
 
 def uniform(walk: Walk, scores: Tensor, ratio: float | Tensor, round_to: int = 1) -> Tensor:

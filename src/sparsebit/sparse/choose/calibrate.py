@@ -93,7 +93,7 @@ def _loss(output: Any, target: Any, loss: Any, number: int) -> Tensor:
         value = loss(output, target)
     except (SparsebitError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # the user's loss may raise anything
         name = getattr(loss, "__name__", type(loss).__name__)
         shapes = ", ".join(_shape(x) for x in (output, target))
         raise CalibrationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +23,22 @@ from sparsebit.sparse.sparse_config import SparserConfig
 log = logging.getLogger("sparsebit")
 
 
+@dataclass(frozen=True)
+class Amount:
+    """How much is removed: the ratios of the config, the part of them that is due, or a budget."""
+
+    section: SparserConfig
+    share: float
+    budget: Mapping[str, float]
+
+
 def choose_channels(
-    model: fx.GraphModule,
-    walk: Walk,
-    section: SparserConfig,
-    decided: dict[str, Any],
-    share: float,
-    budget: Mapping[str, float],
-    progress: bool | None,
+    model: fx.GraphModule, walk: Walk, amount: Amount, decided: dict[str, Any], progress: bool | None
 ) -> Cut:
-    """`decided` holds the results of layers with their own calc_mask(); `share` is the part of the ratios
-    that is due."""
+    """The channels to remove. `decided` holds the results of layers with their own calc_mask()."""
+    section = amount.section
+    share = amount.share
+    budget = amount.budget
     oprs = oprs_of(model)
     scores = class_scores(walk, oprs)
     ratios = class_ratios(walk, oprs, section.ratio)

@@ -60,7 +60,7 @@ class _Sizes:
         return None
 
     def known(self, value: Any) -> Any:
-        """An argument as it was before the cut."""
+        """The value of an argument before the cut."""
         return fx.map_arg(value, lambda n: self.cut.walk.values[n])
 
     def was(self, old: fx.Node, place: int, name: str, default: Any = None) -> Any:

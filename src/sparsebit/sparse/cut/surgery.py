@@ -157,7 +157,7 @@ class _Checked(Runner):
         labels = self.cut.walk.of[old]
         try:
             value = super().run_node(n)
-        except Exception as error:
+        except Exception as error:  # any op of the graph may refuse the new shapes
             raise SparsebitError(
                 f"{_where(old)}: does not run on the pruned shapes: {error}; {self.cut.rule(old)}"
             ) from error

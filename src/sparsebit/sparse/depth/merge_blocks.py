@@ -23,7 +23,7 @@ from sparsebit.graph.ops import ADDS, module_calls, module_of, op_of
 from sparsebit.graph.run.batches import Batches
 from sparsebit.graph.run.calls import Call
 from sparsebit.sparse.depth.closeness import errors_of, values_at
-from sparsebit.sparse.depth.search import Wanted, one_by_one
+from sparsebit.sparse.depth.search import Removal, Wanted, one_by_one
 from sparsebit.sparse.depth.shorten_branches import common_path, distinct
 from sparsebit.sparse.mend.least_squares import Layer, moment, solve
 
@@ -99,7 +99,8 @@ def merge(
 
     if isinstance(blocks, str) and blocks != "auto":
         blocks = [blocks]
-    small, names = one_by_one(model, example, blocks, batches, progress, "merge", find, take)
+    removal = Removal("merge", find, take)
+    small, names = one_by_one(removal, model, example, blocks, batches, progress)
     small.merged = names  # type: ignore[assignment]
     return small
 
@@ -147,7 +148,8 @@ def find_pairs(gm: fx.GraphModule) -> list[Pair]:
         between = list[fx.Node]()
         while set(node.users) == readers and node not in blocks and op_of(node, gm) in ACTIVATIONS:
             between.insert(0, node)
-            node, readers = node.all_input_nodes[0], {node}
+            readers = {node}
+            node = node.all_input_nodes[0]
         goes = blocks.get(node)
         if goes is not None and set(node.users) == readers and goes.forms == stays.forms:
             one, other = (_first_conv(gm, block) for block in (goes, stays))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torch import fx, nn
 
@@ -20,20 +21,25 @@ T = TypeVar("T")
 Wanted = int | Literal["auto"] | Sequence[str]  # a number, all that are found, or names
 
 
-def one_by_one(
-    model: nn.Module,
-    example: Any,
-    wanted: Wanted,
-    batches: Any,
-    progress: bool | None,
-    what: str,
-    find: Callable[[fx.GraphModule, Call], dict[str, T]],
-    take: Callable[[fx.GraphModule, fx.GraphModule, list[T], Batches | None], tuple[str, fx.GraphModule]],
-) -> tuple[fx.GraphModule, list[str]]:
-    """The traced model after all removals, and the names of the removed parts.
+@dataclass(frozen=True)
+class Removal(Generic[T]):
+    """One kind of removal.
 
-    take(whole, small, found, calls) removes one of `found` from `small`, which started as `whole`.
+    name   the argument of the user, for messages.
+    find   (graph, call) -> the parts that can be removed, by name.
+    take   (whole, small, found, calls) removes one of `found` from `small`, which started as `whole`.
     """
+
+    name: str
+    find: Callable[[fx.GraphModule, Call], dict[str, T]]
+    take: Callable[[fx.GraphModule, fx.GraphModule, list[T], Batches | None], tuple[str, fx.GraphModule]]
+
+
+def one_by_one(
+    removal: Removal[T], model: nn.Module, example: Any, wanted: Wanted, batches: Any, progress: bool | None
+) -> tuple[fx.GraphModule, list[str]]:
+    """The traced model after all removals, and the names of the removed parts."""
+    what = removal.name
     call = call_of(example, model)
     whole = traced(model, call)
     flags = training_flags(whole)
@@ -51,7 +57,7 @@ def one_by_one(
     else:
         steps = wanted
     for name in repeat(0) if wanted == "auto" else steps:
-        found = find(small, call)
+        found = removal.find(small, call)
         if wanted == "auto" and not found:
             break
         if isinstance(name, str) and name not in found:
@@ -63,7 +69,7 @@ def one_by_one(
         else:
             tried = [*found.values()]
         with contextlib.nullcontext() if calls is None else calls.named():
-            gone, small = take(whole, small, tried, calls)
+            gone, small = removal.take(whole, small, tried, calls)
         names.append(gone)
     set_training(small, flags)
     small.meta["unread"] = whole.meta["unread"]

@@ -1,4 +1,4 @@
-"""A model with fewer layers, as `prune(merge=, depth=)` or a plan asks."""
+"""A model with fewer layers, for `prune_blocks(merge=, depth=)` or a plan."""
 
 from __future__ import annotations
 

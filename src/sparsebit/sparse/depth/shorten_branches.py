@@ -25,7 +25,7 @@ from sparsebit.graph.run.calls import Call
 from sparsebit.graph.trace.guards import as_decided
 from sparsebit.sparse.choose.costs import PerNode
 from sparsebit.sparse.depth.closeness import errors_of, values_at
-from sparsebit.sparse.depth.search import one_by_one
+from sparsebit.sparse.depth.search import Removal, one_by_one
 from sparsebit.sparse.depth.stand_in import rows, stand_in
 from sparsebit.sparse.mend.least_squares import Layer, solve
 from sparsebit.sparse.trace.front_end import call_of, traced
@@ -69,7 +69,8 @@ def shorten(
     if isinstance(branches, str):
         branches = [branches]
     find = lambda gm, call: {branch.name: branch for branch in _branches(gm, call)}
-    small, names = one_by_one(model, example, branches, batches, progress, "depth", find, _best)
+    removal = Removal("depth", find, _best)
+    small, names = one_by_one(removal, model, example, branches, batches, progress)
     small.shortened = names  # type: ignore[assignment]
     return small
 

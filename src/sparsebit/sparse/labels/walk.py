@@ -1,6 +1,6 @@
 """Walk: run the graph once on an example and find the labels of every value.
 
-A rule per op (rules/) tells how labels pass through it. An op that only moves values runs on the labels
+A rule per op (rules/) passes labels from inputs to outputs. An op that only moves values runs on the labels
 themselves. An op without a rule fixes its inputs, and the report names it. A `Slice` is one axis of a
 parameter with its labels. docs/pruning-inside.md explains labels, classes, dimensions, walks and cuts with a
 picture.

@@ -27,7 +27,7 @@ def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
         with evaluating(model):
             for args, kwargs in calls:
                 model(*args, **kwargs)
-    except BaseException:
+    except BaseException:  # also on Ctrl-C
         for norm, mean, var in old:
             norm.running_mean.copy_(mean)
             norm.running_var.copy_(var)

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from sparsebit.graph.ops import ADDS, module_calls, op_of
+from sparsebit.graph.ops import ADDS, called_module, module_calls, op_of
 from sparsebit.graph.run.batches import Batches
 from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.compare import leaves
@@ -53,6 +53,15 @@ class Place:
     whole_end: fx.Node
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Which positions of a batch enter the sums, and whether a graph may wait in front of a layer."""
+
+    rows: float  # positions per weight of a filter
+    draw: torch.Generator
+    wait: bool
+
+
 @torch.no_grad()
 def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: bool | None) -> list[str]:
     """Change the weights of `small`, a graph with masks; returns the layers that were fitted."""
@@ -60,7 +69,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
     ends = Counter(place.whole_end for place in places)  # places that are still to come
     rows = ROWS / (length_hint(calls.batches) or 16)
     wait = not (small.meta.get("islands") or whole.meta.get("islands"))  # an island may keep state
-    draw = torch.Generator().manual_seed(0)
+    sampling = Sampling(rows, torch.Generator().manual_seed(0), wait)
     pairs: list[tuple[_Paused, _Paused]] = []
     fitted = []
     for place in tracked(places, progress, "fitting"):
@@ -74,7 +83,7 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
             if call is not None:
                 one.start(call)
                 other.start(call)
-            found = _sums(place, one, other, rows, draw, i, wait)
+            found = _sums(place, one, other, sampling, i)
             if sums is None or found is None:
                 sums = found
             else:
@@ -89,22 +98,24 @@ def fit(small: fx.GraphModule, whole: fx.GraphModule, calls: Batches, progress: 
     return fitted
 
 
-def _sums(
-    place: Place, one: _Paused, other: _Paused, rows: float, draw: torch.Generator, batch: int, wait: bool
-) -> Tensor | None:
+def _sums(place: Place, one: _Paused, other: _Paused, sampling: Sampling, batch: int) -> Tensor | None:
     """The sums of one batch; None if the outputs cannot be compared: they have another size, or no batch."""
     layer, norm, *_ = place.layer
     wanted = other.noted_at(place.whole_end)
     one.until(place.node)
     x = one.env[place.read]
-    x, has = (x, one.ahead(place.end)) if wait else (x.clone(), one.onward(place.end))
+    if sampling.wait:
+        has = one.ahead(place.end)
+    else:
+        x = x.clone()
+        has = one.onward(place.end)
     if has.shape != wanted.shape or has.shape != one.shapes[place.node]:
         return None
     if x.dim() != layer.weight.dim() and (norm is not None or not isinstance(layer, nn.Linear)):
         return None  # channels are not where weights and norms expect them
     if not place.less:
         return total(place.layer, wanted - has, batch)
-    return moment(place.layer, x, wanted - has, rows, draw, batch)
+    return moment(place.layer, x, wanted - has, sampling.rows, sampling.draw, batch)
 
 
 def _again(calls: Iterable[Call], pairs: list[tuple[_Paused, _Paused]]) -> Iterator[Call | None]:
@@ -149,9 +160,7 @@ def _behind(gm: fx.GraphModule) -> set[fx.Node]:
     """Layers that have lost channels, and all nodes behind them."""
     found = set[fx.Node]()
     for node in gm.graph.nodes:
-        module = None
-        if node.op == "call_module":
-            module = gm.get_submodule(str(node.target))
+        module = called_module(node, gm)
         if module is None:
             inside = []
         else:
@@ -202,14 +211,18 @@ def _renewable(norm: Any) -> bool:
 
 # -- runs that wait --------------------------------------------------------------------------------------
 class _Paused(Runner):
-    """A graph on one batch that stops in front of a node and goes on later. It keeps only values that are
+    """A graph on one batch that stops in front of a node and continues later. It keeps only values that are
     still needed."""
 
     def __init__(self, gm: fx.GraphModule, wanted: Mapping[fx.Node, int] | None = None):
         super().__init__(gm, garbage_collect_values=True)
         self.nodes = list(gm.graph.nodes)
         self.places = {node: i for i, node in enumerate(self.nodes)}
-        self.wanted = {} if wanted is None else wanted  # how often each node will be asked for
+        # how often each node will be asked for
+        if wanted is None:
+            self.wanted = {}
+        else:
+            self.wanted = wanted
         self.noted: dict[fx.Node, Tensor] = {}
         self.shapes: dict[fx.Node, Any] = {}
         self.at = 0

@@ -21,7 +21,7 @@ class SBatchNorm2d(SparseOpr, nn.BatchNorm2d):
 
 
 class _OverKept(SparseOpr):
-    """`kept` tells which channels along `axis` the statistics are over; the other channels of the output are
+    """`kept` holds the channels along `axis` that the statistics are over; the other channels of the output are
     zero."""
 
     kept: Tensor

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from sparsebit.config import Config
 from sparsebit.sparse.sparsers import base, register_sparser
 
-LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
+LOW = -0.1
+HIGH = 1.1
+BETA = 2 / 3
 
 
 @register_sparser

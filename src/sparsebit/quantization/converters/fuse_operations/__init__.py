@@ -9,40 +9,14 @@ from typing import Any
 from torch import fx
 
 from sparsebit.graph.passes import GraphPass, graph_pass, run_passes
+from sparsebit.quantization.converters.fuse_operations.order import FUSE_PASSES
 
-# other names here: `fuse_operations.fuse_bn` is the file, as in the original
-from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
-    disable_unnecessary_quant as _disable_unnecessary_quant,
-)
-from sparsebit.quantization.converters.fuse_operations.equalize import equalize as _equalize
-from sparsebit.quantization.converters.fuse_operations.equalize import equalize_sums as _equalize_sums
-from sparsebit.quantization.converters.fuse_operations.fuse_bn import fuse_bn as _fuse_bn
-from sparsebit.quantization.converters.fuse_operations.integer_outputs import (
-    integer_outputs as _integer_outputs,
-)
-from sparsebit.quantization.converters.fuse_operations.known_ranges import known_ranges as _known_ranges
-from sparsebit.quantization.converters.fuse_operations.one_grid import one_grid as _one_grid
+# another name here: `fuse_operations.reuse_memory` is the file
 from sparsebit.quantization.converters.fuse_operations.reuse_memory import reuse_memory as _reuse_memory
-from sparsebit.quantization.converters.fuse_operations.softmax_in_float import (
-    softmax_in_float as _softmax_in_float,
-)
-from sparsebit.quantization.converters.fuse_operations.wholly_float import wholly_float as _wholly_float
 from sparsebit.quantization.converters.tasks import passes_named
 from sparsebit.quantization.quant_config import ScheduleConfig
 
 __all__ = ["FINAL_PASSES", "FUSE_PASSES", "fuse_operations", "own_tasks"]
-
-FUSE_PASSES = [
-    _equalize_sums,  # sums are read off batch norms, so this is before fuse_bn
-    _fuse_bn,
-    _disable_unnecessary_quant,
-    _softmax_in_float,
-    _integer_outputs,
-    _equalize,
-    _one_grid,
-    _wholly_float,
-    _known_ranges,
-]
 
 
 @graph_pass("own_tasks")

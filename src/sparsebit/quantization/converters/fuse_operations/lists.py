@@ -6,6 +6,6 @@ ones. `SCHEDULE.MY_TASK: false` switches it off. What a task is: `converters/tas
 
 from __future__ import annotations
 
-from sparsebit.quantization.converters.fuse_operations import FUSE_PASSES
+from sparsebit.quantization.converters.fuse_operations.order import FUSE_PASSES
 
 lists: list[str] = [step.name for step in FUSE_PASSES]

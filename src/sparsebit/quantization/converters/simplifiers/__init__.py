@@ -1,4 +1,4 @@
-"""`simplify(model)` of the original API: the passes of `sparsebit.graph.simplify`."""
+"""Legacy: `simplify(model)` of the original API: the passes of `sparsebit.graph.simplify`."""
 
 from __future__ import annotations
 

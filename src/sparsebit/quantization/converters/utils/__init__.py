@@ -1,4 +1,4 @@
-"""The original subgraph replacement API. New passes are shorter with `sparsebit.graph.Pat` and `Rule`."""
+"""Legacy: subgraph replacement as in the original. New passes are shorter with `sparsebit.graph.Pat` and `Rule`."""
 
 from .subgraph_matching import SubgraphMatcher
 from .subgraph_matching_node import InputMatchingType, MatchingNode

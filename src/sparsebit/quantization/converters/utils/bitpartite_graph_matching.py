@@ -1,4 +1,4 @@
-"""Maximum matching of a bipartite graph by augmenting paths (Kuhn 1955)."""
+"""Legacy: maximum matching of a bipartite graph by augmenting paths (Kuhn 1955)."""
 
 from __future__ import annotations
 

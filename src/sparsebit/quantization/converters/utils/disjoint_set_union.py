@@ -1,4 +1,4 @@
-"""Disjoint sets with path compression; elements may carry values, best along the path to the root."""
+"""Legacy: disjoint sets with path compression. Elements may carry values, the best along the path to the root."""
 
 from __future__ import annotations
 

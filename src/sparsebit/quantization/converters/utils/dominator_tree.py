@@ -1,4 +1,4 @@
-"""Dominators of a flow graph: u dominates v if every path from the root to v passes u.
+"""Legacy: dominators of a flow graph. u dominates v if every path from the root to v passes u.
 
 Iterative intersection in reverse postorder (Cooper, Harvey, Kennedy: A Simple, Fast Dominance Algorithm).
 """

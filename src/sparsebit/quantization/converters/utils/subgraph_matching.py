@@ -1,4 +1,4 @@
-"""SubgraphMatcher of the original API: finds a pattern of MatchingNodes, which may have several outputs.
+"""Legacy: SubgraphMatcher finds a pattern of MatchingNodes, which may have several outputs.
 
 The search starts at the pattern's last node and only looks at neighbours (inputs or users) of what it has
 placed, so that its cost grows with the graph and not with the pairs of its nodes.

@@ -1,4 +1,4 @@
-"""One node of a pattern in the original subgraph replacement API."""
+"""Legacy: one node of a pattern in the subgraph replacement API of the original."""
 
 from __future__ import annotations
 

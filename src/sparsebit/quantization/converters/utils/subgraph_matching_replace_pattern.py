@@ -1,4 +1,4 @@
-"""ReplacePatternBase of the original API: a pass as a class that finds subgraphs and replaces them."""
+"""Legacy: ReplacePatternBase, a pass as a class that finds subgraphs and replaces them."""
 
 from __future__ import annotations
 

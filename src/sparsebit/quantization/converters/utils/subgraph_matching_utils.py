@@ -1,4 +1,4 @@
-"""Helpers of the original subgraph replacement API: what a node runs, and how often to replace."""
+"""Legacy: helpers of the subgraph replacement API: the operators of nodes, and how often to replace."""
 
 from __future__ import annotations
 

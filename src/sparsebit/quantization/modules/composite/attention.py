@@ -1,5 +1,5 @@
-"""Multi-head attention and transformer layers, made of QModules: every projection is a QLinear, and what goes into
-the two matmuls (query, key, softmax output, value) passes a QIdentity. torch's fused fast path is never taken,
+"""Multi-head attention and transformer layers, made of QModules: every projection is a QLinear, and each input of the
+two matmuls (query, key, softmax output, value) passes a QIdentity. torch's fused fast path is never taken,
 because it would not call these children.
 """
 
@@ -53,12 +53,13 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         super().__init__(org_module, config)
         if org_module is None:
             return
-        packed, biases = self.in_proj_weight, self.in_proj_bias
+        packed = self.in_proj_weight
+        biases = self.in_proj_bias
         separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         weights = separate if packed is None else packed.chunk(3)
         for name, weight, bias in zip("qkv", weights, (None,) * 3 if biases is None else biases.chunk(3)):
             setattr(self, f"{name}_proj", QLinear(_linear(weight, bias), config))
-        # None also tells nn.TransformerEncoderLayer.forward to keep off its fast path
+        # None also keeps nn.TransformerEncoderLayer.forward off its fast path
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self._parameters[name] = None
         self.out_proj = quantized_child(self.out_proj, config)  # type: ignore[assignment]
@@ -92,9 +93,15 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         scores = q @ k.transpose(-2, -1)
         # without padding and weights torch believes the hint and does not look at attn_mask
         hint = is_causal and key_padding_mask is None and not need_weights
-        mask = _causal(scores) if hint else self._mask(scores, attn_mask, key_padding_mask)
+        if hint:
+            mask = _causal(scores)
+        else:
+            mask = self._mask(scores, attn_mask, key_padding_mask)
         scores = scores if mask is None else scores + mask
-        weights = scores.softmax(-1) if need_weights or mask is None else _safe_softmax(scores)
+        if need_weights or mask is None:
+            weights = scores.softmax(-1)
+        else:
+            weights = _safe_softmax(scores)
         weights = F.dropout(self.probs(weights), self.dropout, self.training)
         out = self.out_proj((weights @ v).transpose(1, 2).flatten(2))
 
@@ -104,7 +111,8 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
             out = out.transpose(0, 1).contiguous()  # so that the user may view() it, as with torch
         if not need_weights:
             return out, None
-        weights = weights.mean(1) if average_attn_weights else weights
+        if average_attn_weights:
+            weights = weights.mean(1)
         return out, weights if batched else weights.squeeze(0)
 
     def _batch_first(self, x: Tensor, batched: bool) -> Tensor:
@@ -127,7 +135,8 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
 
     def _mask(self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
         """What to add to `scores` (batch, head, query, key); appended keys are seen by all."""
-        total, appended = None, int(self.bias_k is not None) + int(self.add_zero_attn)
+        total = None
+        appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
             if mask is None:
                 continue

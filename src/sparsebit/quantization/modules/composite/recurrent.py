@@ -1,7 +1,7 @@
 """RNN, LSTM, GRU and their cells: the input and every weight matrix are quantized, per output channel (axis 0).
 
-torch's own kernel computes with the rounded weights. The hidden state goes round inside that kernel, and inside ONNX's
-LSTM, which has no place for a quantizer and no integer form: it stays float. A.RNN_STATE: true rounds it at every
+torch's own kernel computes with the rounded weights. The hidden state stays float: it circulates inside that kernel,
+and inside ONNX's LSTM, which has no place for a quantizer and no integer form. A.RNN_STATE: true rounds it at every
 step, in a loop (recurrent_steps.py); for hardware that computes such layers in integers.
 """
 
@@ -25,7 +25,10 @@ class QWeight(QuantOpr):
     def __init__(self, weight: Tensor):
         super().__init__()
         owned = isinstance(weight, nn.Parameter)
-        self.weight = weight if owned else nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        if owned:
+            self.weight = weight
+        else:
+            self.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
 
     def forward(self) -> Tensor:
         return self.quantized_weight()
@@ -44,7 +47,7 @@ class QState(QIdentity):
 
 
 class Recurrent(QuantOpr):
-    """Each weight matrix `weight_ih_l0` becomes a child of that name, a QWeight; biases stay as they are."""
+    """Each weight matrix `weight_ih_l0` becomes a child of that name, a QWeight; biases are not changed."""
 
     kind: ClassVar[type[nn.Module]]  # the class of torch that computes
     quantize_weight = False  # here; its children do
@@ -61,12 +64,15 @@ class Recurrent(QuantOpr):
                 self.__dict__.pop(name, None)
                 self._modules[name] = weight
         self.state = QState().train(self.training)
-        # a projection shrinks the state: what it reads is another value than the state it gives
-        self.unprojected = QState().train(self.training) if getattr(self, "proj_size", 0) else None
+        # a projection shrinks the state: it reads another value than it returns
+        if getattr(self, "proj_size", 0):
+            self.unprojected = QState().train(self.training)
+        else:
+            self.unprojected = None
         self._init_flat_weights()
 
     def _end_hook(self, name: str) -> None:
-        """torch.nn.utils.weight_norm computes the weight before each call: take what it computes now."""
+        """torch.nn.utils.weight_norm computes the weight before each call: take the present result."""
         for key, hook in list(self._forward_pre_hooks.items()):
             if getattr(hook, "name", None) == name:
                 hook(self, ())

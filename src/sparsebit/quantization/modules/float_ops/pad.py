@@ -31,10 +31,15 @@ def padded_with(node: fx.Node, op: Any) -> str:
     if isinstance(op, nn.Module):
         kind = type(op).__name__.removesuffix("1d").removesuffix("2d").removesuffix("3d")
         modes = {"ReflectionPad": "reflect", "ReplicationPad": "replicate", "CircularPad": "circular"}
-        mode, value = modes.get(kind, "constant"), getattr(op, "value", 0)
+        mode = modes.get(kind, "constant")
+        value = getattr(op, "value", 0)
     else:
         takes_mode = getattr(op, "__name__", "") == "pad"
-        mode = argument(node, 2, "mode", "constant") if takes_mode else "constant"
+        mode = "constant"
+        if takes_mode:
+            mode = argument(node, 2, "mode", "constant")
         value = argument(node, 3 if takes_mode else 2, "value", 0)
     is_zero = value is None or (isinstance(value, (int, float)) and value == 0)
-    return "zeros" if mode == "constant" and is_zero else str(mode)
+    if mode == "constant" and is_zero:
+        return "zeros"
+    return str(mode)

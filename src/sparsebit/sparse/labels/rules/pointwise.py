@@ -227,7 +227,11 @@ def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) 
     first = input
     for d in over:
         first = first.narrow(d, 0, 1)
-    results = [out] if isinstance(out, Tensor) else list(out)  # values and indices
+    # values and indices
+    if isinstance(out, Tensor):
+        results = [out]
+    else:
+        results = list(out)
     if results[0].dim() == input.dim():
         small = first
     else:
