@@ -136,7 +136,7 @@ def test_verify_pruned(sparsebit, runs, tmp_path):
         ("export RUN -o new.onnx", "sparsebit.cli.runs.steps.write_onnx"),
         ("verify RUN/model.onnx", "sparsebit.cli.runs.steps.finished"),
         ("profile RUN", "sparsebit.quantization.QuantModel.profile"),
-        ("report RUN -o new.html", "sparsebit.report.render"),
+        ("report RUN -o new.html", "sparsebit.cli.commands.report.render"),
         ("check NET --input-shape 4,3,8,8", "sparsebit.cli.inputs.inputs.Inputs.load"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_rule_declines_with_a_reason(caplog):
     with caplog.at_level(logging.DEBUG, "sparsebit"):
         assert rule.apply(gm) == 0
     assert rule.declined == [("bn", "the weight is shared")]
-    assert "fold: left bn as it is: the weight is shared" in caplog.text
+    assert "fold: did not change bn: the weight is shared" in caplog.text
     assert [n.name for n in gm.graph.nodes] == before
 
 

@@ -50,7 +50,7 @@ def test_an_if_on_channels_goes_the_way_of_the_whole_model(name):
     assert small(X).shape == model(X).shape == (2, 4, 8, 8)
     large = torch.randn(2, 3, 16, 16)
     assert model(large).shape == (2, 4, 8, 8)
-    with pytest.raises(TraceError, match="another way"):
+    with pytest.raises(TraceError, match="another branch"):
         small(large)
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import sparsebit
 from sparsebit.graph.run import batches
-from sparsebit.graph.run import progress as bars
 from sparsebit.sparse.choose import allocate
+from sparsebit.utils import progress as bars
 
 
 def small() -> nn.Module:

@@ -196,6 +196,8 @@ def unwrapped(model: Any) -> Any:
         model = inside
     if isinstance(model, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         raise TraceError(f"model: {SCRIPTED}")
+    if not isinstance(model, nn.Module):
+        return model
     lazy = [name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)]
     if lazy:
         raise TraceError(

@@ -21,6 +21,7 @@ from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.calibration.output_noise import decibels, noise, outputs
 from sparsebit.quantization.modules import QuantOpr, quant_mode
 from sparsebit.quantization.observers.auto import CANDIDATES, AutoObserver
+from sparsebit.quantization.observers.ranks import world_size
 from sparsebit.quantization.quantizers import Mode, Quantizer
 
 log = logging.getLogger("sparsebit")
@@ -54,6 +55,11 @@ def choose_ranges(gm: fx.GraphModule, calls: Sequence[Call]) -> int:
     """Give the quantizers with several candidates the best one; returns how many changed."""
     grids = [g for g in _grids(gm) if len(g.candidates) > 1]
     if not grids or not calls:
+        return 0
+    if world_size() > 1:  # each process would choose by its own samples
+        log.warning(
+            "OBSERVER.TYPE auto: several processes calibrate together, so all ranges are those of %s", FIRST
+        )
         return 0
     with _watched(grids):
         for call in calls:

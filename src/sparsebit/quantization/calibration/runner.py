@@ -15,7 +15,7 @@ from sparsebit.graph.run.calls import Call
 from sparsebit.graph.run.lanes import Lane
 from sparsebit.graph.run.stores import Store
 from sparsebit.quantization.calibration.bias_correction import InputMean
-from sparsebit.quantization.calibration.distributed import any_rank, merge_means, over_ranks, world_size
+from sparsebit.quantization.calibration.distributed import any_rank, merge_means, over_ranks
 from sparsebit.quantization.calibration.range_choice import choose_ranges
 from sparsebit.quantization.calibration.samples import Samples
 from sparsebit.quantization.calibration.saturation import trim_ranges
@@ -135,8 +135,7 @@ class CalibrationRunner:
         self._drop_lanes()
         merge_means(self.means.values(), device or torch.device("cpu"))
         self._share_grids()
-        if world_size() == 1:  # otherwise the samples of each process would choose for themselves
-            choose_ranges(self.model, self.samples.calls)
+        choose_ranges(self.model, self.samples.calls)
         if self.trims:
             trim_ranges(self.model)
         for equalization in self._equalizations():
