@@ -6,6 +6,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any
 
+from sparsebit.quantization.analysis.preflight_rows import HALF_FLOAT
 from sparsebit.quantization.converters.constants import WHY_FLOAT
 
 PRODUCTS = {"MultiheadAttention": 2, "Attention": 2}  # queries by keys, probabilities by values
@@ -28,7 +29,11 @@ def announced(found: Any) -> Counter[str]:
     for row in found.rows:
         kind = _kind(row.op, ROWS)
         if kind and row.how != WHY_FLOAT and (row.integer or kind != "Add"):
-            counts[f"{'integer' if row.integer else 'float'} {kind}"] += {**PRODUCTS, **WHOLE}.get(row.op, 1)
+            products = {**PRODUCTS, **WHOLE}.get(row.op, 1)
+            if row.backend == HALF_FLOAT:
+                products -= 1
+                counts[f"integer {kind}"] += 1
+            counts[f"{'integer' if row.integer else 'float'} {kind}"] += products
     return counts
 
 

@@ -27,10 +27,12 @@ from sparsebit.quantization.layers import (
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr
 from sparsebit.quantization.modules.activations import QSoftmax
 from sparsebit.quantization.modules.conv import is_pointwise
+from sparsebit.quantization.modules.matmul import Attention
 from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
 
 PARTS = "parts"  # a module made of QModules
+HALF_FLOAT = "queries and keys in integers; probabilities in float (SCHEDULE.FLOAT_FORMS)"
 WHOLLY_FLOAT = "between float values, or in narrow groups, integers bring nothing (SCHEDULE.WHOLLY_FLOAT)"
 Grids = tuple[QuantSpec | None, list[QuantSpec]]  # of the weight, of the inputs
 
@@ -98,6 +100,8 @@ class RowBuilder:
         gives_float = is_pointwise(module) and len(node.args) + len(node.kwargs) == 1  # without a pad
         integer, why = self._verdict(op, state, grids, complete, gives_float or node in self.outputs)
         integer, why = (False, how) if node in self.constants else (integer, why)
+        if not integer and _probabilities_in_float(module):
+            why = HALF_FLOAT
         if why == OUTPUT and self.outputs.differ(node):
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
@@ -240,6 +244,12 @@ def _carried_inside(module: nn.Module | None) -> tuple[list[Quantizer], bool]:
     carriers = [] if module is None else [m for m in module.children() if isinstance(m, QIdentity)]
     active = [q for m in carriers for q in active_quantizers(m)]
     return active, len(active) == len(carriers)
+
+
+def _probabilities_in_float(module: nn.Module | None) -> bool:
+    """Attention of which calibration has switched off the second product only (calibration/float_choice.py)."""
+    probs = module.probs.input_quantizer if isinstance(module, Attention) else None
+    return probs is not None and probs.unused and not probs.absorbed
 
 
 def _complete(module: nn.Module | None) -> bool:
