@@ -15,7 +15,7 @@ from models import Attention, images, small_net, sqnr
 from sparsebit.errors import CalibrationError
 from sparsebit.quantization import QuantModel
 from sparsebit.quantization.analysis.profile import profile
-from sparsebit.quantization.quantizers import Quantizer
+from sparsebit.quantization.quantizers import Mode, Quantizer
 
 X = images(2)
 W4A4 = {"BACKEND": "virtual", "W": {"QUANTIZER": {"BIT": 4}}, "A": {"QUANTIZER": {"BIT": 4}}}
@@ -217,3 +217,46 @@ def test_overrides_that_do_not_help_the_model_are_not_suggested(monkeypatch):
     report = profile(sparsebit.quantize(small_net(), X, W4A4), X)
     assert report.suggested == () and report.together is None
     assert "no override of a few layers helps the whole model" in str(report)
+
+
+class Uneven(nn.Module):
+    """Depthwise convolutions read channels whose ranges differ two hundred times."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 1)
+        self.depthwise = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1, groups=8) for _ in range(2)])
+        self.pointwise = nn.ModuleList([nn.Conv2d(8, 8, 1) for _ in range(2)])
+        self.register_buffer("sizes", torch.logspace(0, 2.3, 8).reshape(8, 1, 1))
+
+    def forward(self, x):
+        x = self.first(x)
+        for depthwise, pointwise in zip(self.depthwise, self.pointwise):
+            x = depthwise(torch.tanh(x) * self.sizes) / self.sizes
+            x = pointwise(x)
+        return x
+
+
+def test_the_kind_of_quantizers_that_costs_most_is_named_with_its_repair():
+    torch.manual_seed(0)
+    net = Uneven().eval()
+    config = {
+        "BACKEND": "virtual",
+        "W": {"QUANTIZER": {"BIT": 8}, "QSCHEME": "per-channel-symmetric"},
+        "A": {"QUANTIZER": {"BIT": 6}, "QADD": {"ENABLE_QUANT": False}},
+    }
+    qmodel = sparsebit.quantize(net, X, config)
+    report = profile(qmodel, X)
+    assert report.group is not None
+    assert report.group.what == "inputs of 2 x depthwise convolution, per tensor, 6 bits"
+    for quantizer in (qmodel.model.depthwise_0, qmodel.model.depthwise_1):
+        quantizer.input_quantizer.mode = Mode.FLOAT
+    with torch.no_grad():
+        outs = torch.cat([qmodel(x) for x in X])
+        without = sqnr(torch.cat([net(x) for x in X]), outs)
+    assert report.total + report.group.cost == pytest.approx(without, abs=0.01)
+    mended = sparsebit.quantize(net, X, repaired(qmodel.cfg, report.group))
+    with torch.no_grad():
+        found = sqnr(torch.cat([net(x) for x in X]), torch.cat([mended(x) for x in X]))
+    assert found == pytest.approx(report.group.fixed, abs=0.1) and found > report.total
+    assert "costs most: inputs of 2 x depthwise" in str(report)

@@ -89,6 +89,12 @@ def _try(
     quantizer: Quantizer, override: list[Any], data: list[Tensor], score: Callable[[Quantizer | None], float]
 ) -> _Tried | None:
     """The quantizer with the override, and its SQNR; None if it does not go with the rest of the config."""
+    new = new_quantizer(quantizer, override, data)
+    return None if new is None else _Tried(new, score(new))
+
+
+def new_quantizer(quantizer: Quantizer, override: list[Any], data: Iterable[Tensor]) -> Quantizer | None:
+    """The quantizer with the override, calibrated on `data`; None if it does not go with the rest of the config."""
     try:
         new = build_quantizer(quantizer.cfg.override(*override))
         new.to(quantizer.scale.device)
@@ -103,7 +109,7 @@ def _try(
     except SparsebitError:
         return None
     new.mode = Mode.QUANT
-    return _Tried(new, score(new))
+    return new
 
 
 def _line(letter: str, name: str, override: list[Any]) -> str:

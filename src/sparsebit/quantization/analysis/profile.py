@@ -21,6 +21,7 @@ from sparsebit.errors import CalibrationError
 from sparsebit.graph.ops import module_of
 from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.analysis.fixes import Fix, find_fix
+from sparsebit.quantization.analysis.groups import Group, Member, costliest, op_name
 from sparsebit.quantization.analysis.text import labels, table
 from sparsebit.quantization.layers import (
     active_quantizers,
@@ -82,6 +83,7 @@ class Profile:
     rows: list[LayerProfile]
     suggested: tuple[str, ...] = ()  # names of rows whose fixes help the whole model, tried together
     together: float | None = None  # SQNR of the output with these fixes
+    group: Group | None = None  # the kind of quantizers that costs most as a whole
 
     @property
     def by_sqnr(self) -> list[LayerProfile]:
@@ -111,6 +113,7 @@ class Profile:
             f"profile of {self.model}: SQNR in dB, one layer quantized at a time; all of them: {_db(self.total)}\n"
             + table(header, cells, "lrrrrrlr")
             + "\n"
+            + ("" if self.group is None else f"{self.group}\n")
             + self._suggestion()
         )
 
@@ -156,8 +159,32 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
             for r, fix in sorted(found, key=lambda pair: pair[0].effect)
         ]
         suggested, together = _suggest(gm, units, found, calls, real, total.db)
+        group = _costliest_group(gm, units, calls, real)
     rows = [row for row, _ in found]
-    return Profile(type(gm).__name__, total.db, rows, suggested, together)
+    return Profile(type(gm).__name__, total.db, rows, suggested, together, group)
+
+
+def _costliest_group(
+    gm: fx.GraphModule, units: list[_Unit], calls: list[Call], real: list[Any]
+) -> Group | None:
+    members = [
+        Member(quantizer, owner, name, op_name(unit.op))
+        for unit in units
+        for quantizer, (name, owner) in unit.quantizers.items()
+    ]
+
+    def measure(on: Iterable[Quantizer]) -> float:
+        noise = Noise()
+        with switched_on(on):
+            for (args, kwargs), out in zip(calls, real):
+                noise.add(gm(*args, **kwargs), out)
+        return noise.db
+
+    def see() -> None:
+        for args, kwargs in calls:
+            gm(*args, **kwargs)
+
+    return costliest(members, measure, see)
 
 
 def _suggest(

@@ -1,0 +1,166 @@
+"""Which kind of quantizer costs most, as a whole: "inputs of 23 depthwise convolutions, per tensor: 5.2 dB".
+
+A single layer shows little if its whole kind is the cause. All quantizers of one kind are switched off together. The
+kind whose absence helps the output most is then repaired as a whole, in the ways that a config can ask for. The best of
+these is measured with everything else quantized, and offered with its figure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sparsebit.quantization.analysis.fixes import OBSERVERS, new_quantizer
+from sparsebit.quantization.modules import QuantOpr
+from sparsebit.quantization.modules.conv import is_depthwise
+from sparsebit.quantization.modules.unary import QIdentity
+from sparsebit.quantization.quantizers import Quantizer
+
+GAIN = 0.5  # dB of the model's output that make a group, or its repair, worth naming
+Measure = Callable[[Iterable[Quantizer]], float]  # SQNR of the output with these quantizers switched on
+
+
+@dataclass(frozen=True)
+class Group:
+    """Quantizers of one kind: what they cost together, and the override that helps."""
+
+    what: str  # "inputs of 23 depthwise convolutions, per tensor"
+    cost: float  # dB that the output gains without them
+    fix: str = ""  # lines for the config; "" if nothing tried helps
+    fixed: float | None = None  # SQNR of the output with the fix
+
+    def __str__(self) -> str:
+        text = f"costs most: {self.what}: {self.cost:.1f} dB"
+        return text if not self.fix else f"{text}; all together {self.fixed:.1f} dB with:\n{self.fix}"
+
+
+@dataclass
+class Member:
+    """A quantizer, its layer, and the name that SPECIFIC knows."""
+
+    quantizer: Quantizer
+    owner: QuantOpr
+    name: str
+    op: str
+
+
+def costliest(members: Sequence[Member], measure: Measure, see: Callable[[], Any]) -> Group | None:
+    """The group that costs most, and its repair. `see` runs the float model once, so that quantizers see values."""
+    everything = [m.quantizer for m in members]
+    total = measure(everything)
+    kinds: dict[str, list[Member]] = defaultdict(list)
+    for member in members:
+        kinds[_kind(member)].append(member)
+    costs = {}
+    for kind, found in kinds.items():
+        off = {m.quantizer for m in found}
+        costs[kind] = measure(q for q in everything if q not in off) - total
+    if not costs or max(costs.values()) < GAIN:
+        return None
+    worst = max(costs, key=costs.__getitem__)
+    found = kinds[worst]
+    what = worst.format(count=len(found)) if len(found) > 1 else f"{found[0].name}, {worst.format(count=1)}"
+    fix, fixed = _repair(found, total, lambda: measure(everything), see)
+    return Group(what, costs[worst], fix, fixed)
+
+
+def _kind(member: Member) -> str:
+    quantizer = member.quantizer
+    half = "inputs"
+    if quantizer.observer.is_weight:
+        half = "weights"
+    op = member.op
+    if is_depthwise(member.owner):
+        op = "depthwise convolution"
+    scheme = "per channel" if quantizer.is_perchannel else "per tensor"
+    return f"{half} of {{count}} x {op}, {scheme}, {quantizer.bit} bits"
+
+
+def _repair(
+    members: Sequence[Member], total: float, measure: Callable[[], float], see: Callable[[], Any]
+) -> tuple[str, float | None]:
+    """The override of the whole group that brings most, and the SQNR of the output with it."""
+    first = members[0].quantizer
+    letter = first.cfg.letter
+    with _shown(members) as values:
+        see()
+    ways = [["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE]
+    ways.append(["QUANTIZER.DISABLE", True])
+    best, fixed = "", total + GAIN
+    for way in ways:
+        replaced = _replacements(members, way, values)
+        if replaced is None:
+            continue
+        with _in_place(replaced):
+            found = measure()
+        if way[0] == "QUANTIZER.DISABLE" and best:
+            break  # what costs nothing at run time comes first
+        if found > fixed:
+            best, fixed = _lines(letter, members, way), found
+    return best, fixed if best else None
+
+
+def _replacements(
+    members: Sequence[Member], way: list[Any], values: Mapping[Quantizer, list[Tensor]]
+) -> dict[Quantizer, Quantizer | None] | None:
+    """For each quantizer the one in its place, None for float; nothing if one of them does not take the override."""
+    found: dict[Quantizer, Quantizer | None] = {}
+    for member in members:
+        if way[0] == "QUANTIZER.DISABLE":
+            found[member.quantizer] = None
+            continue
+        if member.owner.equalization is not None and not member.quantizer.observer.is_weight:
+            continue  # its range is not the observer's to choose
+        new = new_quantizer(member.quantizer, way, values.get(member.quantizer, []))
+        if new is None:
+            return None
+        found[member.quantizer] = new
+    return found
+
+
+@contextmanager
+def _shown(members: Sequence[Member]) -> Iterator[dict[Quantizer, list[Tensor]]]:
+    """What the quantizers are given inside the block."""
+    values: dict[Quantizer, list[Tensor]] = defaultdict(list)
+
+    def keep(quantizer: Quantizer, args: Any, out: Any) -> None:
+        if isinstance(args[0], Tensor):
+            values[quantizer].append(args[0].detach().clone())
+
+    with ExitStack() as handles:
+        for member in members:
+            handles.callback(member.quantizer.register_forward_hook(keep).remove)
+        yield values
+
+
+@contextmanager
+def _in_place(replaced: Mapping[Quantizer, Quantizer | None]) -> Iterator[None]:
+    """Inside, the new quantizers do the work of the old ones."""
+
+    def hook(new: Quantizer | None) -> Callable[..., Any]:
+        if new is None:
+            return lambda quantizer, args, out: args[0]
+        return lambda quantizer, args, out: new(args[0])
+
+    with ExitStack() as handles:
+        for old, new in replaced.items():
+            handles.callback(old.register_forward_hook(hook(new)).remove)
+        yield
+
+
+def _lines(letter: str, members: Sequence[Member], way: list[Any]) -> str:
+    """The override as one line of a config."""
+    overrides = [{name: way} for name in dict.fromkeys(member.name for member in members)]
+    return f"{letter}.SPECIFIC: {json.dumps(overrides)}"
+
+
+def op_name(op: Any) -> str:
+    """An op as the pre-flight report names it."""
+    kind = "op with several inputs" if isinstance(op, QIdentity) else type(op).__name__
+    return kind.removeprefix("Q")
