@@ -114,3 +114,18 @@ def test_a_config_that_keeps_batch_norms_keeps_these_too():
     assert "fold_affine" in names(config)
     assert "fold_affine" not in names(config.override("SCHEDULE.FUSE_BN", False))
     assert "fold_affine" not in names(config.override("SCHEDULE.FOLD_AFFINE", False))
+
+
+@pytest.mark.parametrize(
+    ("affine", "left"),
+    [
+        (lambda net, x: F.relu(x) * 1.0, 1),
+        (lambda net, x: 0 + F.relu(x) / torch.ones(1), 1),
+        (lambda net, x: F.relu(x) + torch.zeros(1, 1, 1, 1), 2),  # could add axes
+        (lambda net, x: F.relu(x) * 1.0001, 2),
+    ],
+)
+def test_what_changes_nothing_is_removed(affine, left):
+    layer, shape, per_channel = LAYERS["conv"]
+    _, calls = folded(Scaled(layer, per_channel, affine), torch.randn(shape))
+    assert len(calls) == left

@@ -55,7 +55,9 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
     folded = 0
     for node in list(gm.graph.nodes):
         found = read_affine(node, gm)
-        if found is not None and _fold_back(found, gm):
+        if found is not None and (_is_neutral(found) or _fold_back(found, gm)):
+            node.replace_all_uses_with(found.source)
+            node.args = ()  # it is no reader any more
             folded += 1
     for node in reversed(list(gm.graph.nodes)):
         found = read_affine(node, gm)
@@ -88,6 +90,17 @@ def read_affine(node: fx.Node, gm: fx.GraphModule) -> Affine | None:
     return found if bool(usable) else None
 
 
+def _is_neutral(found: Affine) -> bool:
+    """`x * 1` or `x + 0`, as numbers that change neither the shape nor the type."""
+    numbers = found.scale.dim() == found.shift.dim() == 0 or found.scale.numel() == found.shift.numel() == 1
+    return (
+        numbers
+        and max(found.scale.dim(), found.shift.dim()) < 2
+        and found.is_scale
+        and bool(found.scale == 1)
+    )
+
+
 def _fold_back(found: Affine, gm: fx.GraphModule) -> bool:
     """Into the layer that computes the value, if nothing else reads it."""
     source, node = found.source, found.node
@@ -103,8 +116,6 @@ def _fold_back(found: Affine, gm: fx.GraphModule) -> bool:
     if scale is None or shift is None:
         return False
     _change(layer, scale, shift)
-    node.replace_all_uses_with(source)
-    node.args = ()  # it is no reader any more
     return True
 
 

@@ -18,6 +18,7 @@ from torch import fx
 
 from sparsebit.graph.ops import inputs_of, module_calls, module_of
 from sparsebit.graph.passes import graph_pass
+from sparsebit.quantization.converters.float_forms import gate_behind
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
     INTEGER_CONVS,
     wants_integer_output,
@@ -27,6 +28,7 @@ from sparsebit.quantization.converters.output_grids import CLIPS, OutputGrids
 from sparsebit.quantization.layers import as_calls, is_active, moves_values
 from sparsebit.quantization.modules import MultipleInputsQuantOpr
 from sparsebit.quantization.modules.conv import QConv2d, is_pointwise
+from sparsebit.quantization.modules.pool import MaxPool2d
 
 NARROW = 16  # channels of a group
 STEM_INPUTS, STEM_FILTERS = 4, 32  # at most
@@ -50,7 +52,11 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
             continue  # somebody learns these grids
         reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
-        if has_narrow_groups(conv) or is_stem(node, conv, gm, ctx.example):
+        if is_stem(node, conv, gm, ctx.example):
+            weight.set_fake_fused()
+            for quantizer in gate_behind(node, gm):  # the activation is computed together with it
+                quantizer.set_fake_fused()
+        elif has_narrow_groups(conv):
             weight.set_fake_fused()
         elif not is_active(own) or not read_in_float or reads_codes:
             continue
@@ -78,7 +84,23 @@ def is_stem(node: fx.Node, conv: Any, gm: fx.GraphModule, example: Any) -> bool:
     if len(shape) != 4 or max(conv.kernel_size) == 1:
         return False
     steps = conv.stride[0] * conv.stride[1]
-    return bool(shape[2] * shape[3] >= STEM_PLACES * steps)
+    return bool(shape[2] * shape[3] >= STEM_PLACES * steps) and not _is_pooled_later(node, gm)
+
+
+def _is_pooled_later(node: fx.Node, gm: fx.GraphModule) -> bool:
+    """Does a MaxPool read the output, behind more than a clip? Codes would be pooled with the channels in front."""
+    seen: set[fx.Node] = set()
+    left = [(user, True) for user in node.users]
+    while left:
+        user, only_clips = left.pop()
+        module = module_of(user, gm) if user.op == "call_module" else None
+        if user in seen or isinstance(module, INTEGER_CONVS):
+            continue
+        if isinstance(module, MaxPool2d) and not only_clips:
+            return True
+        seen.add(user)
+        left += [(reader, only_clips and isinstance(module, CLIPS)) for reader in user.users]
+    return False
 
 
 def is_depthwise_one(conv: Any) -> bool:
