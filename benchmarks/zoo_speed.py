@@ -7,7 +7,7 @@
 With `--work` the files are kept, and a model that has its files is not written again. One process per model.
 `quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ, uint8 activations and
 int8 weights per channel. The three files are timed in turns, on all cores, in plain sessions; the best round of each
-counts. Weights are random: the figures are times, not accuracies.
+counts. `--threads 1` takes one core: a virtual machine may share the second one with others. Weights are random: the figures are times, not accuracies.
 
 Bars: no model slower than 1.05 x the faster of the two others; over the CNNs the geometric mean at most 0.95 of
 quantize_static and at most 0.6 of float; every certificate holds.
@@ -80,15 +80,16 @@ def write(name: str, place: Path) -> dict[str, Any]:
     }
 
 
-def timed(row: dict[str, Any], place: Path, batches: list[int], seconds: float) -> dict[str, Any]:
+def timed(row: dict[str, Any], place: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The row with the times of the files."""
     import torch
 
     torch.manual_seed(0)
     data = zoo_speed_models.case(row["model"]).data(CALIBRATION)
     files = {kind: file for kind, file in files_in(place).items() if file.exists()}
-    sizes = batches if row["free_batch"] else [1]
-    return {**row, **{f"ms_{size}": best_times(files, fed(data, size), seconds) for size in sizes}}
+    sizes = args.batches if row["free_batch"] else [1]
+    times = {f"ms_{size}": best_times(files, fed(data, size), args.seconds, args.threads) for size in sizes}
+    return {**row, **times}
 
 
 def files_in(place: Path) -> dict[str, Path]:
@@ -106,7 +107,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{args.one}: --step write comes first")
             kept.write_text(json.dumps(write(args.one, place)))
         row: dict[str, Any] = json.loads(kept.read_text())
-        return row if args.step == "write" else timed(row, place, args.batches, args.seconds)
+        return row if args.step == "write" else timed(row, place, args)
 
 
 def names_of(batch: Any) -> dict[str, Any]:
@@ -185,20 +186,23 @@ def write_peer(float_file: Path, data: list[Any], file: Path) -> str:
     return ""
 
 
-def session(file: Path) -> Any:
+def session(file: Path, threads: int = 0) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 4
     return ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
 
 
-def best_times(files: dict[str, Path], feed: dict[str, Any], seconds: float) -> dict[str, float]:
+def best_times(
+    files: dict[str, Path], feed: dict[str, Any], seconds: float, threads: int
+) -> dict[str, float]:
     """Milliseconds; the files take turns, so that they see the same machine.
 
     A turn is several runs: the first one pays for the caches and the waiting threads of the session before it.
     """
-    sessions = {key: session(file) for key, file in files.items()}
+    sessions = {key: session(file, threads) for key, file in files.items()}
     inputs = {key: dict(zip([i.name for i in s.get_inputs()], feed.values())) for key, s in sessions.items()}
     best = dict.fromkeys(files, float("inf"))
     for s, key in ((s, key) for key, s in sessions.items()):
@@ -253,6 +257,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=zoo_speed_models.NAMES)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--seconds", type=float, default=4.0, help="of timing per model and batch size")
+    parser.add_argument("--threads", type=int, default=0, help="of a session; 0: as onnxruntime chooses")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--work", type=Path, help="folder where the files are kept")
     parser.add_argument("--step", choices=["write", "time", "both"], default="both")
@@ -275,6 +280,8 @@ def main() -> None:
             name,
             "--seconds",
             str(args.seconds),
+            "--threads",
+            str(args.threads),
             "--batches",
             *map(str, args.batches),
             "--step",

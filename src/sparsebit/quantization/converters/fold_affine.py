@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from sparsebit.graph.ops import inputs_of, is_bookkeeping, module_calls, module_of, name_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.simplify.constant_operands import constant_tensor
+from sparsebit.graph.simplify.settle_ranks import is_float
 from sparsebit.graph.trace.tracer import forward_owner
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -55,7 +56,7 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
     folded = 0
     for node in list(gm.graph.nodes):
         found = read_affine(node, gm)
-        if found is not None and (_is_neutral(found) or _fold_back(found, gm)):
+        if found is not None and (_is_neutral(found, gm) or _fold_back(found, gm)):
             node.replace_all_uses_with(found.source)
             node.args = ()  # it is no reader any more
             folded += 1
@@ -90,15 +91,12 @@ def read_affine(node: fx.Node, gm: fx.GraphModule) -> Affine | None:
     return found if bool(usable) else None
 
 
-def _is_neutral(found: Affine) -> bool:
+def _is_neutral(found: Affine, gm: fx.GraphModule) -> bool:
     """`x * 1` or `x + 0`, as numbers that change neither the shape nor the type."""
     numbers = found.scale.dim() == found.shift.dim() == 0 or found.scale.numel() == found.shift.numel() == 1
-    return (
-        numbers
-        and max(found.scale.dim(), found.shift.dim()) < 2
-        and found.is_scale
-        and bool(found.scale == 1)
-    )
+    if not numbers or max(found.scale.dim(), found.shift.dim()) > 1 or not is_float(found.source, gm):
+        return False
+    return found.is_scale and bool(found.scale == 1)
 
 
 def _fold_back(found: Affine, gm: fx.GraphModule) -> bool:
