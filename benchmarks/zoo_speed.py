@@ -7,7 +7,8 @@
 With `--work` the files are kept, and a model that has its files is not written again. One process per model.
 `quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ, uint8 activations and
 int8 weights per channel. The three files are timed in turns, on all cores, in plain sessions; the best round of each
-counts. `--threads 1` takes one core: a virtual machine may share the second one with others. Weights are random: the figures are times, not accuracies.
+counts. `--threads 1` takes one core, because a virtual machine may share the second one with others. Weights are
+random: the figures are times, not accuracies.
 
 Bars: no model slower than 1.05 x the faster of the two others; over the CNNs the geometric mean at most 0.95 of
 quantize_static and at most 0.6 of float; every certificate holds.
