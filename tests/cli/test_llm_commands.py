@@ -204,7 +204,24 @@ BAD = {
     "llm quantize {model} --data text.txt --method wanda --pattern 4:2 -o out": [
         "pattern: must be (n, m) with 0"
     ],
+    "llm quantize {model} --data unnamed -o out": ["holds ids, but the model's forward takes input_ids, "],
+    "llm quantize {model} --data floats.npz -o out": ["input_ids is float32 of shape 8x32; tokens are int64"],
+    "llm quantize {model} --data scalar.npz -o out": [
+        "input_ids is int64 of shape ()",
+        "(sequences, length)",
+    ],
+    "llm quantize {model} --data masked.npz -o out": ["attention_mask is 4x32, but input_ids is 8x32"],
+    "llm quantize {model} --data none.npz -o out": ["batch 0 is empty"],
+    "llm quantize {model} --data text.txt --method smoothquant --bits 4 -o out": [
+        "int-quantized: holds whole rows of 8 bits"
+    ],
+    "llm quantize {model} --data text.txt --method smoothquant --format gptq -o out": [
+        "format: gptq has no place for 8-bit activations, which smoothquant is for"
+    ],
     "llm eval {model}": ["--data: perplexity of which text?"],
+    "llm eval deep --data text.txt": [
+        "deep: 9 tensors of the model are not in its files, such as model.layers.2."
+    ],
     "llm eval full --data text.txt": ["full: is no folder with a config.json"],
     "llm chat {model} --json": ["--json: needs a --prompt"],
     "llm chat bare --prompt hello": ["bare: holds no tokenizer, which a text needs"],
@@ -214,14 +231,21 @@ BAD = {
 def _more_folders(model: Path) -> None:
     """Rows of a table, a folder of texts, and models that are incomplete or unknown."""
     Path("rows.jsonl").write_text('{"text": "the cat sees a dog"}\n' * 100)
-    for name in ("texts", "adapter"):
+    for name in ("texts", "adapter", "unnamed"):
         Path(name).mkdir()
+    ids = np.ones((8, 32), int)
+    np.savez("unnamed/a.npz", ids=ids)
+    np.savez("floats.npz", input_ids=ids.astype(np.float32))
+    np.savez("scalar.npz", input_ids=np.array(3))
+    np.savez("masked.npz", input_ids=ids, attention_mask=ids[:4])
+    np.savez("none.npz")
     Path("texts/a.txt").write_text("the cat sees a dog")
     Path("adapter/adapter_config.json").write_text("{}")
     changes = {
         "newer": {"model_type": "gpt9"},
         "coded": {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}},
         "vision": {"model_type": "vit", "architectures": None},
+        "deep": {"num_hidden_layers": 3},
     }
     for name in ("comma", "half", *changes):
         shutil.copytree(model, name)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from test_walk import tiny, tokens
 
 from sparsebit import llm
-from sparsebit.errors import ConfigError, ExportError
+from sparsebit.errors import ConfigError
 from sparsebit.llm.formats import format_of
 from sparsebit.llm.formats.int_quantized import IntQuantized
 from sparsebit.llm.layers.int8 import Int8Linear
@@ -83,8 +83,9 @@ def test_what_the_format_does_not_hold_is_refused(tmp_path):
         {"symmetric": False, "bits": 8},
     ):
         options = {"group_size": -1, **wrong}
-        with pytest.raises(ExportError, match="symmetric int8 rows"):
-            llm.quantize(tiny(), save=tmp_path / str(wrong), method="rtn", format="int-quantized", **options)
+        with pytest.raises(ConfigError, match="holds whole rows of 8 bits without zero points"):
+            llm.quantize(tiny(), save=tmp_path / "out", method="rtn", format="int-quantized", **options)
+        assert not (tmp_path / "out").exists()  # before the work
     described = IntQuantized().describe({}, [], False)
     assert isinstance(format_of(described), IntQuantized)
     described["config_groups"]["group_0"]["input_activations"]["dynamic"] = False

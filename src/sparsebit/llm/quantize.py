@@ -139,6 +139,11 @@ def _asked(method: Method, bits: int | None, group_size: int | None, format: str
     """
     if method.prunes:
         return {"bits": 8, "group_size": -1, "format": "dense"}
+    if method.activations and format not in (None, method.format):
+        raise ConfigError(
+            f"format: {format} has no place for 8-bit activations, which {method.__name__} is for; "
+            f"leave it out, or say {method.format}"
+        )
     if bits is None:
         bits = method.bits
     if group_size is None:

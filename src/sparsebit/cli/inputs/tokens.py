@@ -59,7 +59,20 @@ def load_model(folder: Path) -> Any:
         transformers.utils.logging.disable_progress_bar()
     settings = call(str(folder), lambda: transformers.AutoConfig.from_pretrained(folder))
     build = class_of(config.get("architectures") or [], settings, folder).from_pretrained
-    return call(str(folder), lambda: build(folder, local_files_only=True, use_safetensors=True)).eval()
+    where = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    told = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # it would list missing tensors on many lines
+    try:
+        model, info = call(str(folder), lambda: build(folder, **where))
+    finally:
+        transformers.utils.logging.set_verbosity(told)
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise InputError(
+            f"{folder}: {len(missing)} tensors of the model are not in its files, such as {missing[0]}; "
+            "they would be random numbers"
+        )
+    return model.eval()
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -146,10 +159,15 @@ def read_batches(spec: str, samples: int) -> list[Any]:
     for file in sorted(path.glob("*.npz"))[:samples] if path.is_dir() else [path]:
         try:
             with np.load(file, allow_pickle=False) as arrays:
-                found.append({name: torch.from_numpy(arrays[name]) for name in arrays.files})
+                found.append({name: torch.from_numpy(_wide(arrays[name])) for name in arrays.files})
         except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise InputError(f"{file}: cannot be read: {one_line(error)}") from None
     return found
+
+
+def _wide(array: Any) -> Any:
+    """Whole numbers as int64: layers that look tokens up take no others."""
+    return array.astype("int64") if array.dtype.kind in "iu" else array
 
 
 def in_halves(batches: list[Any]) -> list[Any]:

@@ -27,6 +27,11 @@ class IntQuantized(Format):
         self.activations = True  # in 8 bits; a file that is read may say otherwise
 
     def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        if spec.bits != 8 or not spec.symmetric or spec.group is not None:
+            raise ConfigError(
+                "int-quantized: holds whole rows of 8 bits without zero points; say bits=8 (--bits 8) and "
+                "group_size=-1 (--group-size -1), or leave both out"
+            )
         return {"weight_scale": ((outputs, 1), "scale"), "weight": ((outputs, inputs), "int8")}
 
     def encode(self, q: Any) -> dict[str, Tensor]:

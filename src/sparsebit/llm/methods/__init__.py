@@ -48,6 +48,7 @@ class Method:
     uses_data   statistics are collected where there is data; False: `statistics` is always None.
     twin        with match_float, the solver gets the outputs of the float model too.
     prunes      it makes zeros instead of codes: it takes no bits, no groups and no other format than "dense".
+    activations it is for layers that round their inputs to 8 bits, which only its own `format` can say.
     scales      (weights, statistics, specs, tie, *, scale_dtype, ...) -> scales that are folded into the block
                 before its layers are solved.
     limits      option -> Limit. Other values are refused before any work; the solver would refuse them later.
@@ -59,6 +60,7 @@ class Method:
     uses_data: bool = True
     twin: bool = True
     prunes: bool = False
+    activations: bool = False
     scales: Callable[..., Tensor] | None = None
     limits: Mapping[str, Limit] = field(default_factory=dict)
     bits: int = 4

@@ -9,6 +9,7 @@ METHODS.register("smoothquant")(
         smoothquant,
         needs_data=True,
         twin=False,
+        activations=True,
         scales=smooth_scales,
         limits={"alpha": (lambda value: 0 <= value <= 1, RANGE)},
         bits=8,

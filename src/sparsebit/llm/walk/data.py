@@ -30,6 +30,7 @@ PADDING = (
     4  # equal padding tokens at an end are taken for padding where there is no mask, if there are so many
 )
 IDS = ("input_ids", "decoder_input_ids")
+MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 IGNORED = -100  # labels that do not count
 PLACES = (
     "image_token_id",
@@ -168,7 +169,19 @@ def _count(batches: list[Any], takes: inspect.Signature) -> int | None:
 
 # -- unusable data ----------------------------------------------------------------------------------------
 def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None:
-    for name, ids in tokens_of(named(batch, takes) or {}).items():
+    given = named(batch, takes) or {}
+    known = [n for n, p in takes.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if (
+        given and known and not set(given) & set(known)
+    ):  # `**kwargs` would take any name, and nobody would read it
+        raise CalibrationError(
+            f"{where} holds {', '.join(given)}, but the model's forward takes {', '.join(known[:4])}, ...: "
+            "use its names"
+        )
+    if isinstance(batch, Mapping) and not batch:
+        raise CalibrationError(f"{where} is empty")
+    for name, ids in tokens_of(given).items():
+        _check_shapes(model, given, name, where)
         if not ids.numel():
             raise CalibrationError(f"{where} has no tokens")
         known = vocabulary_of(model)
@@ -188,6 +201,23 @@ def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None
                 f"{where} has sequences of {ids.shape[-1]} tokens, but the model was made for {most}; cut them "
                 f"(--length {most})"
             )
+
+
+def _check_shapes(model: Any, given: Mapping[str, Any], name: str, where: str) -> None:
+    ids, mask = given[name], given.get(MASKS.get(name, ""))
+    if ids.dtype not in (torch.int64, torch.int32) or (hasattr(model, "config") and ids.dim() != 2):
+        kind = str(ids.dtype).removeprefix("torch.")
+        raise CalibrationError(
+            f"{where}: {name} is {kind} of shape {_shape(ids)}; tokens are int64, (sequences, length)"
+        )
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape != ids.shape:
+        raise CalibrationError(
+            f"{where}: {MASKS[name]} is {_shape(mask)}, but {name} is {_shape(ids)}; a mask has one value per token"
+        )
+
+
+def _shape(x: Tensor) -> str:
+    return "x".join(map(str, x.shape)) or "()"
 
 
 def vocabulary_of(model: Any) -> int | None:
