@@ -143,7 +143,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
                     value = literal(value)
             options[key] = value
         options = cls.prepare(options)
-        return {k: v if k in cls.model_fields else _Extra(cls, k, v) for k, v in options.items()}
+        found = {}
+        for k, v in options.items():
+            found[k] = v if k in cls.model_fields else _Extra(cls, k, v)
+        return found
 
     @model_validator(mode="after")
     def _verify(self, info: ValidationInfo) -> Self:
@@ -198,10 +201,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         options = self._options()
         fields = {name for name, value in options.items() if not isinstance(value, (Config, NewKey))}
         json_like = self.model_dump(mode="json", include=fields)
-        return {
-            name.upper(): json_like[name] if name in fields else _plain(value)
-            for name, value in options.items()
-        }
+        found: dict[str, Any] = {}
+        for name, value in options.items():
+            found[name.upper()] = json_like[name] if name in fields else _plain(value)
+        return found
 
     def dump(self, **options: Any) -> str:
         """The config as YAML; `options` are those of `yaml.dump`."""
@@ -346,11 +349,11 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     def _tree(self, new_keys: bool = True) -> dict[str, Any]:
         """The options as nested dicts."""
-        return {
-            name: value._tree(new_keys) if isinstance(value, Config) else value
-            for name, value in self._options().items()
-            if new_keys or not isinstance(value, NewKey)
-        }
+        found: dict[str, Any] = {}
+        for name, value in self._options().items():
+            if new_keys or not isinstance(value, NewKey):
+                found[name] = value._tree(new_keys) if isinstance(value, Config) else value
+        return found
 
     def _adopt(self, new: Config) -> None:
         """Take the values of `new` in place, so that references to sections stay good."""

@@ -45,13 +45,14 @@ class Picklable:
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
     """The graph as plain values, and the state of the module."""
     as_ref = lambda value: fx.node.map_aggregate(value, _without_node)
-    nodes = [
-        {
-            "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
-            "meta": {key: value for key, value in n.meta.items() if key not in OF_TRACE},
-        }
-        for n in gm.graph.nodes
-    ]
+    nodes = []
+    for n in gm.graph.nodes:
+        nodes.append(
+            {
+                "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
+                "meta": {key: value for key, value in n.meta.items() if key not in OF_TRACE},
+            }
+        )
     state = {key: value for key, value in vars(gm).items() if key not in OF_CODE}
     return {"name": type(gm).__name__, "nodes": nodes, "codegen": gm.graph._codegen, "state": state}
 

@@ -76,7 +76,10 @@ def check_fit(inputs: Mapping[str, int], size: int) -> None:
     if not wrong:
         return
     widths = set(inputs.values())
-    fits = [str(n) for n in (256, *SIZES, 16) if all(width % n == 0 for width in widths)]
+    fits = []
+    for n in (256, *SIZES, 16):
+        if all(width % n == 0 for width in widths):
+            fits.append(str(n))
     raise ConfigError(
         f"group_size: {wrong[0]} has {inputs[wrong[0]]} inputs, which is no multiple of {size}"
         f"{f' ({len(wrong)} layers in all)' if len(wrong) > 1 else ''}, and readers run whole groups only; "

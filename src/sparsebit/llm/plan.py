@@ -51,9 +51,10 @@ def left_float(source: InMemory, specs: Mapping[str, QuantSpec]) -> dict[str, in
 def format_for(source: InMemory, name: str) -> Format:
     """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have a separate
     layout."""
-    layers = [
-        source.model.get_submodule(n) for n in source.layout.names() if n not in source.names.layer_files
-    ]
+    layers = []
+    for n in source.layout.names():
+        if n not in source.names.layer_files:
+            layers.append(source.model.get_submodule(n))
     if name == "compressed-tensors" and is_transformers(source.model) and any(is_conv1d(m) for m in layers):
         return FORMATS["turned"]()
     return FORMATS[name]()

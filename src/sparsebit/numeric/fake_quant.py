@@ -205,7 +205,9 @@ def _backward_in_pieces(
     sums = x.new_zeros(2, channels)
     for i, c in product(range(outer), range(0, channels, step)):
         at = slice(c, c + step)
-        grid: list[Any] = [p.item() if channels == 1 else p[at, None] for p in (s, lo, hi)]
+        grid: list[Any] = []
+        for p in (s, lo, hi):
+            grid.append(p.item() if channels == 1 else p[at, None])
         for x_, g_, gx_ in zip(*(t[i, at].split(PIECE if step == 1 else inner, dim=1) for t in flat)):
             v = (x_ / grid[0]).clamp_(grid[1] - 1, grid[2] + 1)  # one code further out; and infinity is gone
             codes = v.round()

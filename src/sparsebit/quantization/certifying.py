@@ -195,9 +195,10 @@ def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> Non
     """The biases of the file against the model's, before the model computes with them in (a)."""
     marks = written.marks
     lowered = written.lowered
-    scales = [
-        m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
-    ]
+    scales = []
+    for m in marks.values():
+        if not m.is_weight and m.qparams.scale.numel() == 1:
+            scales.append(m.qparams.scale.item())
     with quantized(qmodel):
         for _, module in quant_oprs(qmodel.model):
             name = ""

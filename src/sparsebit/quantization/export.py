@@ -332,7 +332,9 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
 
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
     """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
-    found = [problem for mark in marks.values() for problem in backend.problems(mark)]
+    found = []
+    for mark in marks.values():
+        found.extend(backend.problems(mark))
     if found:
         more = ""
         if len(found) > 5:

@@ -139,7 +139,10 @@ def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
         if module is None:
             found = {}
         else:
-            found = {q: None for m in module.modules() for q in active_quantizers(m)}
+            found = {}
+            for m in module.modules():
+                for q in active_quantizers(m):
+                    found[q] = None
         return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
 
     return label

@@ -185,9 +185,10 @@ class FeatureMatch:
     """
 
     def __init__(self, qmodel: QuantModel, teacher: nn.Module, layers: list[str] | None = None):
-        ours = {
-            str(n.meta.get("path")): str(n.target) for n in qmodel.model.graph.nodes if n.op == "call_module"
-        }
+        ours = {}
+        for n in qmodel.model.graph.nodes:
+            if n.op == "call_module":
+                ours[str(n.meta.get("path"))] = str(n.target)
         theirs = dict(teacher.named_modules())
         if layers is None:
             weighted = (nn.Linear, nn.modules.conv._ConvNd)

@@ -122,7 +122,9 @@ class QuantModel(nn.Module):
 
     def _run_fuse_operations(self) -> None:
         """Fold batch norms, and switch off the quantizers that no runtime has; then the passes of the user."""
-        own = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in self._options["passes"]]
+        own = []
+        for p in self._options["passes"]:
+            own.append(p if isinstance(p, GraphPass) else GraphPass(p.__name__, p))
         self._run_passes([*FUSE_PASSES, *own, *FINAL_PASSES])
 
     def _choose_front_end(self, model: Any) -> None:

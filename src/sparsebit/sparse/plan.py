@@ -70,10 +70,9 @@ class Plan:
             body = json.loads(Path(path).read_text("utf-8"))
             if body.pop("version") != VERSION:
                 raise ValueError("another version")
-            kept = {
-                k: {int(a): list(map(int, i)) for a, i in axes.items()}
-                for k, axes in body.pop("kept").items()
-            }
+            kept = {}
+            for k, axes in body.pop("kept").items():
+                kept[k] = {int(a): list(map(int, i)) for a, i in axes.items()}
             return cls(kept=kept, **body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SparsebitError(f"{path}: is no pruning plan of this version: {error}") from None

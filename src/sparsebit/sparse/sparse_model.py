@@ -271,9 +271,10 @@ class SparseModel(nn.Module):
             )
         if example is not None:
             self.example = call_of(example, self)
-        budget = {
-            k: v for k, v in (("macs", macs), ("params", params), ("latency", latency)) if v is not None
-        }
+        budget = {}
+        for k, v in (("macs", macs), ("params", params), ("latency", latency)):
+            if v is not None:
+                budget[k] = v
         if budget and share != 1.0:
             raise ConfigError(
                 f"share: scales the ratios, and {next(iter(budget))} is a budget; leave out one"
@@ -349,12 +350,14 @@ class SparseModel(nn.Module):
 
     def sparsity(self) -> dict[str, float]:
         """The share of masked weights of each layer."""
-        return {
-            f"{path}.{name}".removesuffix(".weight"): float((opr.mask_of(name) == 0).float().mean())
-            for path, opr in self.oprs().items()
-            for name, p in opr.layer_parameters().items()
-            if p.dim() > 1
-        }
+        found: dict[str, float] = {}
+        for path, opr in self.oprs().items():
+            for name, p in opr.layer_parameters().items():
+                if p.dim() > 1:
+                    found[f"{path}.{name}".removesuffix(".weight")] = float(
+                        (opr.mask_of(name) == 0).float().mean()
+                    )
+        return found
 
     def export_onnx(
         self,

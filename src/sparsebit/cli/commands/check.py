@@ -69,11 +69,10 @@ def _pruning(net: Any, batch: Any) -> dict[str, Any]:
         walk: Walk = walk_of(net, example_of(net, batch))
     except (SparsebitError, RuntimeError) as error:
         return {"layers": {}, "fixed": [one_line(error)]}
-    layers = {
-        part.path.removesuffix(".weight"): {"channels": len(part.labels), "may_go": int(free)}
-        for part in walk.slices.values()
-        if part.produces and (free := (walk.labels.roots(part.labels) != 0).sum())
-    }
+    layers = {}
+    for part in walk.slices.values():
+        if part.produces and (free := (walk.labels.roots(part.labels) != 0).sum()):
+            layers[part.path.removesuffix(".weight")] = {"channels": len(part.labels), "may_go": int(free)}
     return {"layers": layers, "fixed": sorted(set(walk.labels.why_fixed.values()))}
 
 

@@ -112,11 +112,16 @@ def _arrays(
                 f"--input-shape asks for {_text_shape(shape[1:])}"
             )
     tensors = {name: _tensor(path, name, a[:samples], model) for name, a in arrays.items()}
-    split = {name: t.split(batch_size) if len(t) else () for name, t in tensors.items()}
+    split = {}
+    for name, t in tensors.items():
+        split[name] = t.split(batch_size) if len(t) else ()
     names = _argument_names(path, model, list(split))
     if names:
         return [dict(zip(names, parts)) for parts in zip(*split.values())]
-    return [parts[0] if len(parts) == 1 else parts for parts in zip(*split.values())]
+    result: list[Any] = []
+    for parts in zip(*split.values()):
+        result.append(parts[0] if len(parts) == 1 else parts)
+    return result
 
 
 def _is_pickled(error: ValueError) -> bool:

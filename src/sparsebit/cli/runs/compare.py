@@ -170,7 +170,10 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
 
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     sessions = {name: session(file) for name, file in files.items()}
-    shapes = [i.shape for s in sessions.values() for i in s.get_inputs()]
+    shapes = []
+    for s in sessions.values():
+        for i in s.get_inputs():
+            shapes.append(i.shape)
     if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
     given = {name: feeds(s, args, kwargs) for name, s in sessions.items()}

@@ -70,7 +70,9 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
         axis = quantizer.ch_axis
         if low.numel() != x.shape[axis]:
             return None
-        shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
+        shape = []
+        for i in range(x.dim()):
+            shape.append(-1 if i == axis % x.dim() else 1)
         low, high, scale = (t.reshape(shape) for t in (low, high, scale))
     slack = scale * 0.51  # the largest weight stands half a step above the last of 255 levels
     beyond = (x < low - slack) | (x > high + slack)
@@ -89,7 +91,9 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
     nodes: list[dict[str, str]] = []
     edges: list[list[int]] = []
     for node in gm.graph.nodes:
-        sources = [s for n in node.all_input_nodes for s in carried.get(n, [n])]
+        sources = []
+        for n in node.all_input_nodes:
+            sources.extend(carried.get(n, [n]))
         module = called_module(node, gm)
         if node.op == "get_attr" or (module is not None and carries_for(node) is not None):
             carried[node] = sources

@@ -86,9 +86,9 @@ class Call(NamedTuple):
     def copy(self) -> Call:
         """A copy for a forward that may write into its inputs. Of a slice of a large tensor, only the slice
         is copied."""
-        copies: dict[int, Any] = {
-            id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in self.tensors()
-        }
+        copies: dict[int, Any] = {}
+        for x in self.tensors():
+            copies[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
         return Call(copy.deepcopy(tuple(self.args), copies), copy.deepcopy(dict(self.kwargs), copies))
 
     def tensors(self) -> list[Tensor]:

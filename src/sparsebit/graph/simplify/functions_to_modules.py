@@ -76,7 +76,10 @@ class _Rewrite:
     def convert_rnn(self, node: fx.Node, op: Any) -> bool:
         values = read_rnn(node)
         params: Any = () if values is None else values["params"]
-        weights = [w for w in (attribute(self.gm, p) for p in params) if w is not None]
+        weights = []
+        for w in (attribute(self.gm, p) for p in params):
+            if w is not None:
+                weights.append(w)
         made = None
         if values and len(weights) == len(params):
             made = describe_rnn(op, values, weights)

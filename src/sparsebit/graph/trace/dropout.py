@@ -167,4 +167,7 @@ def _options(node: fx.Node) -> dict[str, Any]:
     if node.op != "call_function" or node.target not in MODULES:
         return {}
     found = {**dict(zip(("input", "p", "training", "inplace"), node.args)), **node.kwargs}
-    return {("training" if name == "train" else name): value for name, value in found.items()}
+    result: dict[str, Any] = {}
+    for name, value in found.items():
+        result["training" if name == "train" else name] = value
+    return result

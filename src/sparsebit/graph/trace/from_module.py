@@ -135,7 +135,9 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
             return example.bind(signature)
         except TypeError as error:
             raise TraceError(f"the example does not fit forward{signature}: {error}") from None
-    known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
+    known = {}
+    for p in signature.parameters.values():
+        known[p.name] = {} if p.kind is p.VAR_KEYWORD else p.default
     defaults = {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
     if len(defaults) < len(known):
         return defaults
@@ -160,7 +162,11 @@ def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]
     takes = inspect.signature(kind.forward).parameters.values()
     by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
     calls = ([False] if by_position or not decorated else []) + [True] * decorated
-    return [(known, as_shown) for as_shown in calls for known in _known(inputs)]
+    found: list[tuple[dict[str, Any], bool]] = []
+    for as_shown in calls:
+        for known in _known(inputs):
+            found.append((known, as_shown))
+    return found
 
 
 def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,9 +182,11 @@ def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs that are constants in the graph."""
     has_tensor = lambda v: any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
-    return {
-        name: inputs[name] for name in signature.parameters if name in inputs and not has_tensor(inputs[name])
-    }
+    found: dict[str, Any] = {}
+    for name in signature.parameters:
+        if name in inputs and not has_tensor(inputs[name]):
+            found[name] = inputs[name]
+    return found
 
 
 def unwrapped(model: Any) -> Any:
@@ -210,7 +218,11 @@ def own_copy(model: nn.Module) -> nn.Module:
     """A copy of everything that the model holds, with plain weights where a hook computes them before each
     call."""
     # a tensor that a forward stored (`self.features = x`) belongs to an autograd graph: copy only its value
-    left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    left = []
+    for m in model.modules():
+        for v in vars(m).values():
+            if isinstance(v, Tensor) and not v.is_leaf:
+                left.append(v)
     try:
         copied = copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
     except Exception as error:  # the user's classes may define __deepcopy__

@@ -62,7 +62,9 @@ def _as_given(tracer: Any, sequences: Any) -> Any:
     """A list that is an input of the model, as one value of any length."""
     if not isinstance(sequences, (list, tuple)):
         return sequences
-    nodes = [each.node if isinstance(each, fx.Proxy) else None for each in sequences]
+    nodes = []
+    for each in sequences:
+        nodes.append(each.node if isinstance(each, fx.Proxy) else None)
     return next((tracer.proxy(each.source) for each in tracer.lists if each.nodes == nodes), sequences)
 
 

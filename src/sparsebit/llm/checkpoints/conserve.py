@@ -40,7 +40,10 @@ def _sorted_out(written: set[str], layout: Format, names: Names) -> tuple[set[st
     if layout.plain:
         return written, set()
     layers = packed_layers(written, layout.suffixes)
-    packed = {f"{layer}.{suffix}" for layer in layers for suffix in layout.suffixes}
+    packed = set()
+    for layer in layers:
+        for suffix in layout.suffixes:
+            packed.add(f"{layer}.{suffix}")
     return written - packed, {names.layer(key) for key in layers}
 
 

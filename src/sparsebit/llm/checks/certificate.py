@@ -140,7 +140,12 @@ def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> st
 
 def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """Words that readers want in quantization_config."""
-    return {k: v for verdict in verdicts.values() if not verdict.reason for k, v in verdict.settings.items()}
+    found: dict[str, Any] = {}
+    for verdict in verdicts.values():
+        if not verdict.reason:
+            for k, v in verdict.settings.items():
+                found[k] = v
+    return found
 
 
 def certify(
@@ -174,7 +179,10 @@ def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
     if set(found) <= TEXT:
-        return {k: v[:1, :TOKENS] if v.dim() == 2 else v for k, v in found.items()}
+        result: dict[str, Tensor] = {}
+        for k, v in found.items():
+            result[k] = v[:1, :TOKENS] if v.dim() == 2 else v
+        return result
     return found
 
 

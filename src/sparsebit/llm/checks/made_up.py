@@ -84,12 +84,11 @@ def _words(config: Any) -> Tensor:
     """Tokens of a text, none of which stands for something else."""
     text = config.get_text_config(decoder=True)
     size = min(getattr(text, "vocab_size", 0) or KNOWN, KNOWN)
-    special = {
-        value
-        for c in (config, text)
-        for key, value in vars(c).items()
-        if key.endswith(("_id", "_index")) and isinstance(value, int)
-    }
+    special = set()
+    for c in (config, text):
+        for key, value in vars(c).items():
+            if key.endswith(("_id", "_index")) and isinstance(value, int):
+                special.add(value)
     plain = [i for i in range(size) if i not in special] or [0]
     return torch.tensor([plain[7 * i % len(plain)] for i in range(WORDS)])[None]
 
@@ -109,7 +108,9 @@ def _text(
         first = ids
     else:
         first = torch.cat([torch.full((1, places), token), ids], 1)
-    found = {name: first if name == names[0] else ids for name in names}
+    found = {}
+    for name in names:
+        found[name] = first if name == names[0] else ids
     is_image = first == (-1 if token is None else token)
     kinds = {
         "mm_token_type_ids": is_image.int(),

@@ -57,9 +57,10 @@ class Quality:
 
     def facts(self) -> dict[str, Any]:
         """For JSON, which knows no infinity."""
-        return {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
-        }
+        found: dict[str, Any] = {}
+        for k, v in asdict(self).items():
+            found[k] = str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        return found
 
     def __str__(self) -> str:
         return f"perplexity {self.before:.4g} -> {self.after:.4g}, KL {self.kl:.3g} nats, on {self.tokens} {self.where}"
@@ -67,7 +68,9 @@ class Quality:
 
 def quality_of(facts: Mapping[str, Any]) -> Quality:
     """From what `Quality.facts` gave."""
-    numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in facts.items()}
+    numbers: dict[str, Any] = {}
+    for k, v in facts.items():
+        numbers[k] = float(v) if isinstance(v, str) else v
     return Quality(**numbers)
 
 

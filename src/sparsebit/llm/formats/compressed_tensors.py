@@ -67,8 +67,9 @@ class CompressedTensors(Format):
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
         kinds = list(dict.fromkeys(specs.values()))
         kinds.sort(key=lambda spec: not any(EXPERT.search(n) for n, s in specs.items() if s == spec))
-        groups = {
-            f"group_{i}": {
+        groups = {}
+        for i, spec in enumerate(kinds):
+            groups[f"group_{i}"] = {
                 "targets": ["Linear"] if len(kinds) == 1 else _targets(specs, spec),
                 "weights": {
                     "num_bits": spec.bits,
@@ -81,8 +82,6 @@ class CompressedTensors(Format):
                 },
                 "format": "pack-quantized",
             }
-            for i, spec in enumerate(kinds)
-        }
         config: dict[str, Any] = {
             "quant_method": self.TYPE,
             "format": "pack-quantized",

@@ -46,7 +46,10 @@ class Architecture:
     def notes(self, config: Any) -> list[str]:
         keys.activation(config, self.act)
         self.metadata(config)  # refuses positions that cannot be written
-        return [note for check in self.checks for note in check(config)]
+        found: list[str] = []
+        for check in self.checks:
+            found.extend(check(config))
+        return found
 
     def rewrite(self, name: str, item: Item, config: Any) -> Named:
         found = [(name, item)]

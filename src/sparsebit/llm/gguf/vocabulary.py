@@ -114,7 +114,9 @@ def _byte_level(
     name, note = name_of(told, pre)
     found = Vocabulary("gpt2", rows, notes=[note] if note else [])
     texts, kinds = _tokens(found, told, rows)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in told["model"]["merges"]]
+    merges = []
+    for merge in told["model"]["merges"]:
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     _add_list(found, texts, kinds)
     found.keys |= {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": merges}
     if not merges:
@@ -212,7 +214,9 @@ def _scores(found: Vocabulary, model: dict[str, Any], texts: list[str]) -> list[
     """Minus the rank of the first merge that makes a token; what no merge makes comes last."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    pairs = []
+    for m in model["merges"]:
+        pairs.append(tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m))
     for rank, (left, right) in enumerate(pairs):
         first.setdefault(left + right, rank)
         last[left + right] = rank
@@ -316,5 +320,8 @@ def _flat(told: Any, inner: str) -> list[Any]:
     if told is None:
         return []
     if told.get("type") == "Sequence":
-        return [step for part in told[inner] for step in _flat(part, inner)]
+        found: list[Any] = []
+        for part in told[inner]:
+            found.extend(_flat(part, inner))
+        return found
     return [told]

@@ -49,7 +49,11 @@ class Layout:
     @cached_property
     def places(self) -> list[tuple[Tower, int]]:
         """Of each block its tower and its number there."""
-        return [(tower, i) for tower in self.towers for i in range(len(tower))]
+        found: list[tuple[Tower, int]] = []
+        for tower in self.towers:
+            for i in range(len(tower)):
+                found.append((tower, i))
+        return found
 
     @property
     def path(self) -> str:
@@ -72,7 +76,11 @@ class Layout:
         return tower.prefix(i)
 
     def names(self) -> list[str]:
-        return [self.prefix(i) + name for i, names in enumerate(self.linears) for name in names]
+        found: list[str] = []
+        for i, names in enumerate(self.linears):
+            for name in names:
+                found.append(self.prefix(i) + name)
+        return found
 
     def inside(self, name: str) -> bool:
         """Whether a tensor belongs to a block that is quantized."""
@@ -114,9 +122,11 @@ def find_blocks(
         found = find_towers(model, names)
     chosen = _chosen(model, found, towers)
     _check_shared(model, chosen)
-    inside = {
-        f"{tower.path}.{i}.{name}" for tower in chosen for i, b in enumerate(tower.linears) for name in b
-    }
+    inside = set()
+    for tower in chosen:
+        for i, b in enumerate(tower.linears):
+            for name in b:
+                inside.add(f"{tower.path}.{i}.{name}")
     covered = {f"{name}.weight" for name in inside}
     for stack, parts in names.parts.items():
         owner = stack.rpartition(".")[0]
@@ -165,7 +175,11 @@ def _chosen(model: Any, found: list[Tower], towers: str | Sequence[str] | None) 
             raise ConfigError(f"towers: no tower is called {name!r}; there are: {there}; or say 'all'")
     if not asked:
         raise ConfigError(f"towers: is empty, so that nothing is quantized; there are: {there}")
-    return [tower for tower in found if any(_called(tower, name) for name in asked)]
+    result: list[Tower] = []
+    for tower in found:
+        if any(_called(tower, name) for name in asked):
+            result.append(tower)
+    return result
 
 
 def _check_shared(model: nn.Module, towers: list[Tower]) -> None:
@@ -191,7 +205,10 @@ def _usual(model: Any, found: list[Tower]) -> list[Tower]:
     if hasattr(model, "get_decoder"):
         decoder = model.get_decoder()
     inside = {name for name, module in model.named_modules() if decoder is not None and module is decoder}
-    words = [tower for tower in found if any(tower.path.startswith(name + ".") for name in inside)]
+    words = []
+    for tower in found:
+        if any(tower.path.startswith(name + ".") for name in inside):
+            words.append(tower)
     return [max(words or found, key=lambda tower: tower.weights)]
 
 
@@ -220,11 +237,11 @@ def _tower(model: nn.Module, path: str, names: Names) -> Tower:
 
 
 def _lists(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
-    }
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
+            found[name] = module
+    return found
 
 
 def _is_block(block: nn.Module) -> bool:
@@ -239,7 +256,9 @@ def _nested(a: str, b: str) -> bool:
 
 def _others(lists: list[nn.Module]) -> str:
     """A line about layers that are no Linear."""
-    modules = [module for blocks in lists for module in blocks.modules()]
+    modules = []
+    for blocks in lists:
+        modules.extend(blocks.modules())
     turned = sum(is_conv1d(m) for m in modules)
     stacks = sum(len(list(stacks_of(m))) for m in modules)
     found = [f"{turned} Conv1D"] * bool(turned) + [f"{stacks} tensors of stacked experts"] * bool(stacks)

@@ -45,7 +45,10 @@ class Plan:
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
         """The keys that these tensors of the model are made from."""
         entries = dict.fromkeys(self.made[name] for name in tensors if name in self.made)
-        return [key for entry in entries for key in self.entries[entry].keys]
+        found: list[str] = []
+        for entry in entries:
+            found.extend(self.entries[entry].keys)
+        return found
 
 
 class Names:
@@ -226,7 +229,12 @@ class Names:
 
 def packed_layers(keys: Iterable[str], suffixes: Sequence[str]) -> set[str]:
     """The layers that these keys hold packed: those with the first suffix of a format."""
-    return {key.removesuffix("." + leaf) for leaf in suffixes[:1] for key in keys if key.endswith("." + leaf)}
+    found: set[str] = set()
+    for leaf in suffixes[:1]:
+        for key in keys:
+            if key.endswith("." + leaf):
+                found.add(key.removesuffix("." + leaf))
+    return found
 
 
 def _part(key: str, ids: Tensor, rows: int) -> Part | None:
@@ -268,9 +276,15 @@ def _split(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: t[0] if isinstance(t, list) else t for name, t in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for name, t in tensors.items():
+        found[name] = t[0] if isinstance(t, list) else t
+    return found
 
 
 def _natural(name: str) -> list[tuple[int, Any]]:
     """Numbers by their size: expert 10 comes after expert 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+    found: list[tuple[int, Any]] = []
+    for part in name.split("."):
+        found.append((0, int(part)) if part.isdigit() else (1, part))
+    return found

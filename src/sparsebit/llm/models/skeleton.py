@@ -123,12 +123,13 @@ def first_line(error: BaseException) -> str:
 def make_up(model: Any, names: list[str]) -> list[str]:
     """Tensors that checkpoints leave out because the class computes them, such as tables of sines; returns their
     names."""
-    patterns = [
-        pattern
-        for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
-        for pattern in getattr(model, kind, None) or ()
-    ]
-    found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    patterns = []
+    for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing"):
+        patterns.extend(getattr(model, kind, None) or ())
+    found = []
+    for name in names:
+        if any(re.search(pattern, name) for pattern in patterns):
+            found.append(name)
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in found):
         module = model.get_submodule(owner).to_empty(device="cpu")
         with torch.no_grad():

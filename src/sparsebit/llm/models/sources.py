@@ -66,9 +66,10 @@ class InMemory:
     def rest(self) -> dict[str, Tensor]:
         """The tensors outside the blocks, under the names of the files; one of each pair of tied weights."""
         tied = tied_names(self.model)
-        state = {
-            n: t for n, t in self.model.state_dict().items() if not self.layout.inside(n) and n not in tied
-        }
+        state = {}
+        for n, t in self.model.state_dict().items():
+            if not self.layout.inside(n) and n not in tied:
+                state[n] = t
         return self.names.to_files({name: t.detach().contiguous() for name, t in state.items()})
 
     def extras(self) -> dict[str, Tensor]:

@@ -56,10 +56,9 @@ def class_of(transformers, name, config):
 def probe(torch, transformers, ask):
     """Loads tensors without memory through everything that from_pretrained does: names, shapes, stacked experts."""
     config = transformers.AutoConfig.from_pretrained(ask["config"])
-    state = {
-        name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-        for name, (shape, kind) in ask["tensors"].items()
-    }
+    state = {}
+    for name, (shape, kind) in ask["tensors"].items():
+        state[name] = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
     with still_packed():
         _, info = class_of(transformers, ask["architecture"], config).from_pretrained(
             None,

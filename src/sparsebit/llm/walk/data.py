@@ -131,9 +131,10 @@ def rows_of(batch: Any, takes: inspect.Signature) -> int | None:
         given = {"": batch}
     tensors = {n: t for n, t in (given or {}).items() if isinstance(t, Tensor)}
     text = all(t.dim() == 2 and (not t.is_floating_point() or n.endswith("mask")) for n, t in tensors.items())
-    others = [
-        v for v in (given or {}).values() if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str)
-    ]
+    others = []
+    for v in (given or {}).values():
+        if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str):
+            others.append(v)
     counts = {len(t) for t in tensors.values()}
     if text and not others and len(counts) == 1:
         return counts.pop()
@@ -145,7 +146,10 @@ def _cut(batch: Any, takes: inspect.Signature, rows: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[rows]
     given = named(batch, takes) or {}
-    return {n: v[rows] if isinstance(v, Tensor) else v for n, v in given.items()}
+    found = {}
+    for n, v in given.items():
+        found[n] = v[rows] if isinstance(v, Tensor) else v
+    return found
 
 
 def tokens_of(given: Mapping[str, Any]) -> dict[str, Tensor]:

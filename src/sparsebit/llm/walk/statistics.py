@@ -90,13 +90,12 @@ def collect(
             right.clear()
             float_lane.watch(i, heads, keep, narrow)
         lane.watch(i, heads, add)
-    found = {
-        head: PeakStatistics(
-            _whole(sums[head]), crosses.get(head), tokens[head], largest.get(head), aim=aims.get(head)
-        )
-        for head in heads
-        if head in sums
-    }
+    found = {}
+    for head in heads:
+        if head in sums:
+            found[head] = PeakStatistics(
+                _whole(sums[head]), crosses.get(head), tokens[head], largest.get(head), aim=aims.get(head)
+            )
     return {name: found[head] for head, group in heads.items() if head in found for name in group}
 
 

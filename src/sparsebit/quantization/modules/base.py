@@ -309,7 +309,9 @@ class MultipleInputsQuantOpr(Opr):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
             call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
         if self.operands:  # a value that is also the bias stays float there
-            chosen = {key for operand in self.operands for key in operand}
+            chosen = set()
+            for operand in self.operands:
+                chosen.update(operand)
             node.args = tuple(
                 new if i in chosen else old for i, (new, old) in enumerate(zip(node.args, args))
             )
@@ -354,7 +356,9 @@ def define(name: str, kind: type[Opr], *sources: Any, doc: str = "") -> Any:
 
     A source is a module class, a function, or a string: the name of a Tensor method.
     """
-    ops = [getattr(torch.Tensor, s) if isinstance(s, str) else s for s in sources]
+    ops = []
+    for s in sources:
+        ops.append(getattr(torch.Tensor, s) if isinstance(s, str) else s)
     where = sys._getframe(1).f_globals["__name__"]  # where the row stands: pickle looks the class up there
     cls = type(name, (kind,), {"__doc__": doc or kind.__doc__, "__module__": where})
     return register_qmodule(dict.fromkeys(ops))(cls)

@@ -148,7 +148,9 @@ class _Walk:
         inputs, exact = ([{n: v[n] for n in unit.inputs} for v in lane.values] for lane in lanes)
         with quantized(self.gm, unit.nodes, False, False):
             self.float_lane.run(unit.nodes)
-        targets = [[values[n] for n in unit.outputs] for values in self.float_lane.values]
+        targets = []
+        for values in self.float_lane.values:
+            targets.append([values[n] for n in unit.outputs])
         self.samples = Samples(unit, self.store, inputs, exact if self.quant_lane else inputs, targets)
 
     def past(self, unit: Unit) -> None:

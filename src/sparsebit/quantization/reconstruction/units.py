@@ -46,7 +46,11 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
     done: set[QuantOpr] = set()
     units = []
     for nodes in ranges:
-        layers = [m for node in nodes for m in _layers_of(node, gm, learns) if m not in done]
+        layers = []
+        for node in nodes:
+            for m in _layers_of(node, gm, learns):
+                if m not in done:
+                    layers.append(m)
         layers = list(dict.fromkeys(layers))
         done.update(layers)
         if layers:
@@ -69,7 +73,10 @@ def _unit(nodes: Sequence[fx.Node], layers: Sequence[QuantOpr], weighted: set[fx
     for node in nodes:
         if node in weighted or behind.intersection(node.all_input_nodes):
             behind.add(node)
-    outputs = [n for n in nodes if n in behind and any(user not in inside for user in n.users)]
+    outputs = []
+    for n in nodes:
+        if n in behind and any(user not in inside for user in n.users):
+            outputs.append(n)
     named = [str(n.meta.get("path", n.name)) for n in nodes if n in weighted]
     if len(named) == 1:
         name = named[0]

@@ -50,7 +50,10 @@ class Cut:
 
     def shape(self, labels: Tensor) -> list[int]:
         lost = self.axes(labels)
-        return [int(lost[d].sum()) if d in lost else n for d, n in enumerate(labels.shape)]
+        found: list[int] = []
+        for d, n in enumerate(labels.shape):
+            found.append(int(lost[d].sum()) if d in lost else n)
+        return found
 
     def of_value(self, value: Tensor, labels: Tensor) -> Tensor:
         """The kept part of a value."""
@@ -70,7 +73,9 @@ class Cut:
         for cut in self.walk.slices.values():
             tensor = tensor_at(gm, cut.path)
             kept = self.keeps(cut.labels).to(tensor.device)
-            line = [-1 if d == cut.axis else 1 for d in range(tensor.dim())]
+            line = []
+            for d in range(tensor.dim()):
+                line.append(-1 if d == cut.axis else 1)
             if cut.path not in self.walk.divisors and not cut.path.endswith(("running_mean", "running_var")):
                 with torch.no_grad():
                     tensor.mul_(kept.view(line))

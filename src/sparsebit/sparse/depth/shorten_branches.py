@@ -191,7 +191,10 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
 def distinct(names: list[tuple[str, str]]) -> list[str]:
     """A name that occurs several times gets the name of the addition."""
     every = [name for name, _ in names]
-    return [name if every.count(name) == 1 else f"{name}:{add}" for name, add in names]
+    found: list[str] = []
+    for name, add in names:
+        found.append(name if every.count(name) == 1 else f"{name}:{add}")
+    return found
 
 
 def common_path(paths: list[str]) -> str:

@@ -104,11 +104,11 @@ class Labels:
     def varies(self, labels: Tensor) -> list[int]:
         """The axes along which the labels differ."""
         roots = self.roots(stored(labels)[0])
-        return [
-            d
-            for d in range(roots.dim())
-            if roots.shape[d] > 1 and bool((roots != roots.narrow(d, 0, 1)).any())
-        ]
+        found: list[int] = []
+        for d in range(roots.dim()):
+            if roots.shape[d] > 1 and bool((roots != roots.narrow(d, 0, 1)).any()):
+                found.append(d)
+        return found
 
     def along(self, labels: Tensor, axis: int) -> Tensor:
         """One label per position of `axis`; the other axes are joined."""

@@ -85,10 +85,9 @@ def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
     if len(at) == 1:
         return x[at[0]]
     starts = [place * stride for place, stride in zip(at[1:], linear.stride)]
-    taps = [
-        _at(x, (at[0], *(s + k * d for s, k, d in zip(starts, tap, linear.dilation))))
-        for tap in itertools.product(*map(range, linear.kernel_size))
-    ]
+    taps = []
+    for tap in itertools.product(*map(range, linear.kernel_size)):
+        taps.append(_at(x, (at[0], *(s + k * d for s, k, d in zip(starts, tap, linear.dilation)))))
     return torch.stack(taps, 2).flatten(1)
 
 

@@ -193,7 +193,9 @@ def pad(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> 
         ):  # new channels: they may be removed together with the channels that they are added to
             position = torch.arange(out.shape[axis])
             edge = (position < pads[i]) | (position >= out.shape[axis] - pads[i + 1])
-            line = [-1 if d == axis else 1 for d in range(out.dim())]
+            line = []
+            for d in range(out.dim()):
+                line.append(-1 if d == axis else 1)
             out = torch.where(edge.view(line), walk.labels.fresh(len(position)).view(line), out)
     return thin(out)
 
