@@ -52,7 +52,7 @@ class Row:
     metavar: str | None = None
 
     def parameter(self) -> inspect.Parameter:
-        """As typer reads it; None stands for an option that is not given."""
+        """The option in the form of typer; None stands for an option that is not given."""
         if self.kind in (int, float, str, bool):
             plain = self.kind
         else:
@@ -75,7 +75,7 @@ class Row:
         )
 
     def value(self, given: Any) -> Any:
-        """What the API gets."""
+        """The value for the Python function."""
         if self.kind in (int, float, str, bool):
             return given
         try:

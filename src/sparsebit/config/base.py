@@ -166,7 +166,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def load(cls, source: Any) -> Self:
-        """From a YAML file, a mapping, or another config (checked and copied). The result is frozen."""
+        """Read a config from a YAML file, a mapping, or another config (checked and copied). The result is frozen."""
         if not isinstance(source, (str, os.PathLike)):
             return cls._build(source)
         data = read_yaml(source)

@@ -145,7 +145,7 @@ def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dic
 
 
 def _class_name(model: nn.Module, named: list[str]) -> str:
-    """As the source spells it, where only the spelling differs."""
+    """The class name in the spelling of the source, if only the spelling differs."""
     own = type(model).__name__
     if named and named[0].lower() == own.lower():
         return named[0]
@@ -153,7 +153,7 @@ def _class_name(model: nn.Module, named: list[str]) -> str:
 
 
 def reorders(job: Job) -> bool:
-    """Whether groups follow the order in which columns are solved, instead of being runs of inputs."""
+    """True if groups follow the order in which columns are solved, and are not runs of inputs."""
     options = {**job.method.options(), **job.options}
     in_order = bool(options.get("act_order", False))
     runs_of_inputs = bool(options.get("static_groups", True))

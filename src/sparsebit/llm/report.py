@@ -17,7 +17,7 @@ MUCH = 0.1  # the report warns
 
 
 def share_of(left: Mapping[str, int], quantized: int) -> float:
-    """Of the weights in the blocks, those that stay float."""
+    """The share of the weights in the blocks that stays float."""
     return sum(left.values()) / max(quantized + sum(left.values()), 1)
 
 
@@ -46,12 +46,12 @@ class Report:
 
     @property
     def average_bits(self) -> float:
-        """Of the codes."""
+        """The mean number of bits of the codes."""
         return self._mean("bits")
 
     @property
     def stored_bits(self) -> float:
-        """With scales and zeros."""
+        """The mean number of stored bits per weight, with scales and zeros."""
         return self._mean("stored_bits")
 
     @property
@@ -63,7 +63,7 @@ class Report:
 
     @property
     def left_share(self) -> float:
-        """Of the weights in the blocks, those that stay float."""
+        """The share of the weights in the blocks that stays float."""
         return share_of(self.left, sum(self.sizes.values()))
 
     @property

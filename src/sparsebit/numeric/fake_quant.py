@@ -197,7 +197,7 @@ def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
 def _backward_in_pieces(
     x: Tensor, g: Tensor, s: Tensor, lo: Tensor, hi: Tensor, pieces: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on pieces that stay in the cache: gs = sum(g c) - sum(gx v), c the clipped codes, v = x / s."""
+    """The backward on pieces that stay in the cache: gs = sum(g c) - sum(gx v), c the clipped codes, v = x / s."""
     outer, channels, inner = pieces
     gx = torch.empty_like(x)
     flat = [t.view(pieces) for t in (x, g, gx)]

@@ -111,7 +111,7 @@ def _clipping(bins: Bins, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _refine(bins: Bins, scale: Tensor, first: Tensor, levels: int, codes: int) -> tuple[Tensor, Tensor]:
-    """From each start (starts, channels) to the best grid nearby; the best of these, per channel."""
+    """Search near each start (starts, channels) for a better grid; return the best one per channel."""
     hop = levels / max(codes - 1, 1)
     spread = 0.08
     error = scale
@@ -172,7 +172,7 @@ def _blocks(scale: Tensor, size: int) -> Iterator[tuple[slice, list[slice]]]:
 
 
 def _clamp(code: Tensor, first: Tensor, levels: float) -> Tensor:
-    """In place; twice as fast as clamp_ with tensors for bounds."""
+    """Clamp in place, twice as fast as clamp_ with tensors for bounds."""
     return torch.minimum(torch.maximum(code, first, out=code), first + levels, out=code)
 
 
@@ -195,7 +195,7 @@ def linear_histogram(bins: Bins, high: Tensor, size: int = KL_BINS) -> Tensor:
 
 
 def kl_threshold(counts: Tensor, levels: Tensor) -> Tensor:
-    """How many of the bins of `counts` (channels, bins) to keep, per channel, for the least divergence.
+    """The number of bins of `counts` (channels, bins) to keep, per channel, for the least divergence.
 
     Candidate i: P is the first i bins with all counts beyond added to the last; Q is the first i bins merged
     into `levels` groups and spread evenly again over the bins that P fills. Sums over groups come from prefix

@@ -215,7 +215,7 @@ def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> Non
 
 
 def wrong_values(bias: Bias, own: Array, weight_scale: Array, input_scales: list[float]) -> int:
-    """How many values of a bias are not the model's; all, where its grid is not input times weight."""
+    """Count the values of a bias that differ from the model's; all of them, if its grid is not input times weight."""
     input_scale = bias.step / np.resize(weight_scale, bias.step.shape)
     is_on_grid = any(np.allclose(input_scale, scale, rtol=1e-6, atol=0) for scale in input_scales)
     if own.shape != bias.values.shape or not is_on_grid:

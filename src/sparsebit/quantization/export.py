@@ -269,7 +269,7 @@ def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pair_rule_of(qmodel: Any) -> str:
-    """How many weights follow the pair rule, and by how much it raises the error of their rounding."""
+    """A text: the number of weights that follow the pair rule, and the increase of their rounding error."""
     weights = [(q, w) for _, q, w in used_quantizers(qmodel) if w is not None and needs_rule(q.spec)]
     ruled = [(q, w) for q, w in weights if q.pair_rule]
     if not ruled:
@@ -322,7 +322,7 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
 
 
 def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
-    """How many scales calibration would give a weight."""
+    """The number of scales that calibration would give a weight."""
     spec = quantizer.spec
     if spec.group is not None:
         return weight.numel() // spec.group

@@ -68,7 +68,7 @@ def is_active(quantizer: Quantizer | None) -> bool:
 
 
 def active_quantizers(module: nn.Module) -> list[Quantizer]:
-    """Those of one QuantOpr: weight first."""
+    """The active quantizers of one QuantOpr, that of the weight first."""
     if not isinstance(module, QuantOpr):
         return []
     return [q for q in (module.weight_quantizer, module.input_quantizer) if q is not None and is_active(q)]

@@ -91,7 +91,7 @@ def batch_norms(model: nn.Module) -> list[Any]:
 
 
 def freeze_batchnorm(qmodel: QuantModel, affine: bool = False) -> None:
-    """From now on batch norms use their running statistics, also in train mode; `affine` stops their weights too."""
+    """Make batch norms use their running statistics, also in train mode; `affine` freezes their weights too."""
     qmodel.norms_frozen = True
     qmodel.train(qmodel.training)
     if affine:

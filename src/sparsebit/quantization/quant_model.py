@@ -335,7 +335,7 @@ class QuantModel(nn.Module):
 
     @property
     def front_end(self) -> str:
-        """What traced the model: "fx" or "export"."""
+        """The front-end that traced the model: "fx" or "export"."""
         return "export" if "by_export" in self.model.meta else "fx"
 
     @property
@@ -346,7 +346,7 @@ class QuantModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives; config.DEVICE until it has a parameter to ask."""
+        """The device of the model; config.DEVICE if the model has no parameters."""
         return device_of(self.model) or torch.device(self.cfg.device)
 
     # -- files ---------------------------------------------------------------------------------------

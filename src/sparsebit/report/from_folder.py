@@ -118,7 +118,7 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
 
 
 def _together(profile: Any) -> Iterator[str]:
-    """What the suggested overrides bring, tried together."""
+    """The gain of all suggested overrides together."""
     if profile.get("together") is not None:
         before = float(profile["total"])
         after = float(profile["together"])

@@ -57,7 +57,7 @@ def check(
 
 
 def _pruning(net: Any, batch: Any) -> dict[str, Any]:
-    """How many channels of each parameter could go, and why others must stay."""
+    """Count the channels of each parameter that can be removed, and collect the reasons for the others."""
     from torch import nn
 
     from sparsebit.errors import SparsebitError

@@ -70,7 +70,7 @@ def random_batch(shape: tuple[int, ...]) -> Any:
 
 
 def absolute(spec: str) -> str:
-    """The same data, named from anywhere."""
+    """The name of the data with an absolute path."""
     where, _, name = spec.rpartition(":")
     if where.endswith(".py"):
         return f"{Path(where).resolve()}:{name}"

@@ -63,7 +63,7 @@ def _in_float32(spec: str, model: Any) -> Any:
 
 
 def absolute(spec: str) -> str:
-    """The same model, named from anywhere."""
+    """The name of the model with an absolute path."""
     kind, _, rest = spec.partition(":")
     if kind == "hf":
         return f"hf:{Path(rest).resolve()}"

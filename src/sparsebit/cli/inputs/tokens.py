@@ -131,7 +131,7 @@ def check_tokens(spec: str, tokens: Any, config: Any, length: int | None) -> int
 
 
 def is_batches(spec: str) -> bool:
-    """Whether `--data` names batches of a processor, not tokens."""
+    """True if `--data` names batches of a processor, not tokens."""
     path = Path(spec)
     return path.suffix == ".npz" or (path.is_dir() and any(path.glob("*.npz")))
 

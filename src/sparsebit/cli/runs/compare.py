@@ -206,7 +206,7 @@ def _why_float(file: Path) -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """Those this process may use."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -299,7 +299,7 @@ def _labels(model: Any, batches: list[Any]) -> list[Any]:
 
 
 def _top1(model: Any, batches: list[Any]) -> float | None:
-    """In per cent; None if the model gives no scores per class."""
+    """The accuracy in per cent; None if the model gives no scores per class."""
     import torch
 
     right = count = 0

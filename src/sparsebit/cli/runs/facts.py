@@ -11,7 +11,8 @@ BINS = 64
 
 
 def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
-    """By quantizer: 64 counts between the extremes, the range it can hold, and the share of values beyond it.
+    """A histogram per quantizer: 64 counts between the extremes, the range of its grid, and the share of values beyond
+    it.
 
     Weights are counted whole, activations on one batch, both with the values of the float model.
     """
@@ -30,7 +31,7 @@ def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
 
 
 def _looker(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """Of a quantizer that is called several times, as in a loop, the first call is shown."""
+    """Record the values of a quantizer. If it is called several times, as in a loop, the first call is shown."""
     import torch
 
     def look(quantizer: Any, args: tuple[Any, ...]) -> None:

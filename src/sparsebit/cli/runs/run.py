@@ -137,7 +137,7 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
 
 
 def again() -> str:
-    """The same command line, to go on with a run."""
+    """The command line that resumes a run."""
     return f"{same([w for w in sys.argv[1:] if w != '--resume'])} --resume"
 
 

@@ -120,7 +120,7 @@ def _method(name: str) -> Callable[[Values], Call]:
 
 
 def _function(function: Any, **options: Any) -> Callable[[Values], Call]:
-    """The same arguments in the same order."""
+    """A call of a function with the same arguments in the same order."""
     return lambda v: Call(function, tuple(_kept(v).values()), options)
 
 

@@ -68,7 +68,7 @@ class Call(NamedTuple):
         return dict(bound.arguments)
 
     def in_order_of(self, signature: inspect.Signature) -> Call:
-        """The same call with its keyword arguments in the order of the signature."""
+        """A copy of the call with its keyword arguments in the order of the signature."""
         names = [name for name in signature.parameters if name in self.kwargs]
         others = [name for name in self.kwargs if name not in signature.parameters]
         return Call(self.args, {name: self.kwargs[name] for name in (*names, *others)})

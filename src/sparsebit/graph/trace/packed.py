@@ -139,7 +139,7 @@ def fields_of(node: fx.Node, root: nn.Module) -> int | None:
 
 
 def open_to_pytree() -> None:
-    """In older versions of torch a PackedSequence is a leaf of pytree, and its tensors would be missed."""
+    """Register PackedSequence with pytree. Older versions of torch take it for a leaf and miss its tensors."""
     packed = PackedSequence(torch.zeros(1), torch.ones(1))
     if len(pytree.tree_leaves(packed)) == 1:
         pytree.register_pytree_node(

@@ -47,7 +47,7 @@ def parts_of(node: fx.Node) -> int | None:
 
 
 class Lengths:
-    """How many items the values of nodes have, if that does not depend on the sizes of the inputs."""
+    """The number of items of the values of nodes, if it does not depend on the sizes of the inputs."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
         self.root = root

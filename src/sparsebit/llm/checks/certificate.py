@@ -38,7 +38,7 @@ TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
 
 class Certificate:
-    """Of one run: asked before it, shown after it."""
+    """The certificate of one run. It asks the readers before the run, and runs the checkpoint after it."""
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that the reader runs. Where it runs none, no work begins."""
@@ -227,7 +227,7 @@ class _Ours:
             _free(model)
 
     def gap(self, theirs: Tensor) -> float:
-        """Of the logits' size; the smallest of three ways to round."""
+        """The difference as a share of the logits' size: the smallest of three ways to round."""
         best = float("inf")
         for rounded in ("", "experts", "all"):
             ours = self.logits(rounded)
@@ -264,7 +264,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _round(model: nn.Module, experts_only: bool) -> None:
-    """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
+    """Round the weights of float layers, in place, to the values that a packed layer has in the dtype of its scales."""
     for name in _packed(model):
         layer = model.get_submodule(name)
         parent = _owner(model, name)

@@ -127,7 +127,7 @@ def _text(
 
 
 def _places(model: Any, shown: Inputs) -> int:
-    """How many tokens a picture or a sound takes."""
+    """The number of tokens that a picture or a sound takes."""
     method = "get_image_features"
     if "input_features" in shown:
         method = "get_audio_features"
@@ -203,7 +203,7 @@ def _sounds(config: Any, takes: set[str]) -> Iterator[Inputs]:
 
 # -- sizes that a config names ---------------------------------------------------------------------------------------
 def _part(config: Any, *names: str) -> Any:
-    """Of a part of the model; of the whole one where it has no such part."""
+    """The config of a part of the model, or of the whole model if it has no such part."""
     found = (getattr(config, name, None) for name in names)
     return next((part for part in found if part is not None and not isinstance(part, (str, int))), config)
 

@@ -67,7 +67,7 @@ class Quality:
 
 
 def quality_of(facts: Mapping[str, Any]) -> Quality:
-    """From what `Quality.facts` gave."""
+    """Read a Quality from its facts."""
     numbers: dict[str, Any] = {}
     for k, v in facts.items():
         numbers[k] = float(v) if isinstance(v, str) else v
@@ -94,7 +94,7 @@ def advice(run: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def measure(ends: Ends, apart: bool) -> Quality | None:
-    """None where the model gives no scores of tokens."""
+    """Measure the quality; None if the model gives no scores of tokens."""
     relay = ends.relay
     model = ends.relay.source.model
     takes = signature_of(model)

@@ -101,7 +101,7 @@ def probe() -> str:
 
 
 def _cut(told: dict[str, Any] | None) -> list[tuple[int, int]]:
-    """Where the probe is cut. Bytes are not looked at: a ByteLevel step writes each byte as one character."""
+    """The places where the probe is cut, in characters: a ByteLevel step writes each byte as one character."""
     pre = _pre_tokenizer(told)
     if pre is None:
         return []
@@ -146,7 +146,7 @@ def _byte_level(cuts: bool) -> dict[str, Any]:
 
 
 def _without_prefix(told: Any) -> Any:
-    """The same steps; a space that ByteLevel adds before the text would shift every place."""
+    """The steps without the space that ByteLevel adds before the text: it would shift every place."""
     if told is None:
         return None
     if told.get("type") == "Sequence":

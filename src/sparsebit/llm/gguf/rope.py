@@ -26,7 +26,7 @@ def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
 
 
 def turned(config: Any, head: int) -> int:
-    """How many values of a head are turned."""
+    """The number of values of a head that are turned."""
     share = rope_of(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     return head if share is None else int(head * share)
 

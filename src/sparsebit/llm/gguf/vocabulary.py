@@ -30,7 +30,7 @@ BYTES = {f"<0x{i:02X}>" for i in range(256)}
 
 @dataclass
 class Vocabulary:
-    """What the keys `tokenizer.*` of a file say; `notes` is what llama.cpp does otherwise."""
+    """The keys `tokenizer.*` of a file; `notes` lists where llama.cpp differs."""
 
     model: str
     size: int
@@ -244,7 +244,8 @@ def _check_order(
 
 
 def _space_prefix(found: Vocabulary, steps: list[Any], cleaners: list[Any]) -> bool:
-    """Whether a space comes before a text, and where llama.cpp's rule (after every special token) is another one."""
+    """True if a space comes before a text; with a note where the rule of llama.cpp differs (after every special
+    token)."""
     prepends = any(step["type"] == "Prepend" and step.get("prepend") == SPACE for step in cleaners)
     for step in steps:
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":

@@ -133,7 +133,7 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def options_of(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that `function` takes."""
+    """The entries of `options` that `function` takes."""
     if _takes_everything(function):
         return dict(options)
     known = defaults_of(function)
@@ -145,7 +145,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _takes_everything(function: Callable[..., Any]) -> bool:
-    """Whether `function` has `**options`, so that its options are not known."""
+    """True if `function` has `**options`, so that its options are not known."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 

@@ -39,7 +39,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Layout:
-    """What `find_blocks` found. Blocks of all towers that are quantized are numbered through."""
+    """The result of `find_blocks`. The blocks of all quantized towers have one common numbering."""
 
     towers: tuple[Tower, ...]  # that are quantized
     kept: tuple[tuple[str, int], ...]  # matrices that stay float: name, number of weights
@@ -48,7 +48,7 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[Tower, int]]:
-        """Of each block its tower and its number there."""
+        """The tower of each block, and its number there."""
         found: list[tuple[Tower, int]] = []
         for tower in self.towers:
             for i in range(len(tower)):
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def path(self) -> str:
-        """Of the largest tower."""
+        """The path of the largest tower."""
         return max(self.towers, key=lambda tower: tower.weights).path
 
     @property
@@ -83,7 +83,7 @@ class Layout:
         return found
 
     def inside(self, name: str) -> bool:
-        """Whether a tensor belongs to a block that is quantized."""
+        """True if a tensor belongs to a block that is quantized."""
         return any(name.startswith(tower.path + ".") for tower in self.towers)
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ def _usual(model: Any, found: list[Tower]) -> list[Tower]:
 
 
 def _called(tower: Tower, name: str) -> bool:
-    """By its path, or by whole parts of it: 'vision_tower', 'encoder.layers'."""
+    """Does the name mean this tower: by its path, or by whole parts of it ('vision_tower', 'encoder.layers')?"""
     return f".{name}." in f".{tower.path}."
 
 

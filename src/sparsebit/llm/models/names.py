@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass
 class Plan:
-    """Where every tensor of the model comes from."""
+    """The source of every tensor of the model."""
 
     entries: dict[str, Entry]  # by the first tensor that the entry makes
     made: dict[str, str]  # tensor of the model -> its entry
@@ -270,7 +270,7 @@ def _conversions(model: Any, reading: bool) -> list[Any]:
 
 
 def _split(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that only rename, and those that compute."""
+    """Split the steps into those that only rename, and those that compute."""
     computes = [c for c in conversions if hasattr(c, "operations")]
     return [c for c in conversions if not hasattr(c, "operations")], computes
 

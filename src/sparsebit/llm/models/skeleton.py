@@ -16,7 +16,7 @@ from sparsebit.errors import ConfigError
 
 
 def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """What config.json describes; parameters take no memory, buffers that are not stored are real."""
+    """The model that config.json describes. Its parameters take no memory; buffers that are not stored are real."""
     written = read_config(folder)
     if not written.get("model_type"):
         raise ConfigError(

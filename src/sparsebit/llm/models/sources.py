@@ -37,7 +37,7 @@ class InMemory:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Those of all towers that are quantized, one behind the other."""
+        """The blocks of all quantized towers, one behind the other."""
         lists: list[Any] = [self.model.get_submodule(tower.path) for tower in self.layout.towers]
         return nn.ModuleList(block for blocks in lists for block in blocks)
 
@@ -224,7 +224,7 @@ def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Of tensors that are one, all names but the one that checkpoints use."""
+    """The names of tied tensors, without the one name that checkpoints use."""
     declared = getattr(model, "all_tied_weights_keys", None)
     if isinstance(declared, dict):
         second = set(declared)
@@ -245,7 +245,8 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
-    """As transformers loads them: in the config's dtype, except what a model wants to keep in float32."""
+    """The dtypes in which transformers loads tensors: that of the config, except for those that a model keeps in
+    float32."""
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan = {}
     if hasattr(model, "_get_dtype_plan"):

@@ -21,7 +21,7 @@ KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "con
 
 
 class _NoSparsebit:
-    """What runs here must run without it."""
+    """Refuses imports of Sparsebit: the checkpoint must run without it."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "sparsebit":

@@ -124,7 +124,7 @@ def named(batch: Any, takes: inspect.Signature) -> dict[str, Any] | None:
 
 
 def rows_of(batch: Any, takes: inspect.Signature) -> int | None:
-    """How many sequences a batch of tokens has; None where it holds something else, which cannot be cut by rows."""
+    """The number of sequences of a batch of tokens; None for other inputs, which cannot be cut by rows."""
     if not isinstance(batch, Tensor):
         given = named(batch, takes)
     else:
@@ -195,7 +195,7 @@ def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """How many tokens the model knows; of a user's own module, the rows of its longest embedding."""
+    """The size of the vocabulary; for a module of the user, the rows of its longest embedding."""
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if hasattr(model, "get_input_embeddings") and not getattr(model.config, "is_encoder_decoder", False):
         with contextlib.suppress(NotImplementedError):  # a class without a single place for them
@@ -283,7 +283,8 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
 
 
 def _runs(pads: Tensor) -> Tensor:
-    """Where padding tokens fill an end of a row; a few of them may be the end of a text, or the start of an answer."""
+    """The runs of padding tokens at the ends of rows. A few of them may be the end of a text, or the start of an
+    answer."""
     found = torch.zeros_like(pads)
     for flip in (False, True):
         run = (pads.flip(1) if flip else pads).long().cumprod(1).bool()

@@ -60,7 +60,7 @@ class Lane:
         return len(self.calls)
 
     def apart(self) -> Lane:
-        """The same, and nothing kept."""
+        """A new lane over the same block and batches, without kept outputs."""
         return Lane(self.block, self.calls, self.hidden)
 
     def settle(self, names: Iterable[str]) -> None:

@@ -195,7 +195,7 @@ class QuantOpr(Opr):
             self.drop_correction()
 
     def weight_group(self, asked: int | None) -> int | None:
-        """How many values of the weight share a scale; None: a whole channel. Linear layers have groups."""
+        """The number of values of the weight that share a scale; None: a whole channel. Linear layers have groups."""
         return None
 
     @property
@@ -294,7 +294,7 @@ class MultipleInputsQuantOpr(Opr):
         self.input_quantizer_generated = False
 
     def wants_input_quant(self, config: Any) -> bool:
-        """Whether `config` asks for quantized inputs of this op."""
+        """True if `config` asks for quantized inputs of this op."""
         return bool(self.apply_input_quant)
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:

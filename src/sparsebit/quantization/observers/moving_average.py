@@ -62,7 +62,7 @@ class MovingAverageObserver(ImageObserver):
         return low, high
 
     def merge(self, other: Self) -> None:
-        """As if the batches of `other` had come after those seen here."""
+        """Add the batches of `other`, as if they had come after those of this observer."""
         super().merge(other)
         if other.first is not None and other.tail is not None:
             self._append(other.first, other.tail, other.images)

@@ -112,11 +112,11 @@ class Quantizer(nn.Module):
         return fake_quantize(x, grid, self.spec, inplace, self.grad_scale(x))
 
     def grad_scale(self, x: Tensor) -> float:
-        """What the gradients of a learned scale and zero point are multiplied with."""
+        """The factor for the gradients of a learned scale and zero point."""
         return 1.0
 
     def transform(self, x: Tensor) -> Tensor:
-        """What happens to a value before it is rounded; an export takes it along."""
+        """Change a value before it is rounded; the exported file contains this step."""
         return x
 
     def current_qparams(self) -> QParams:

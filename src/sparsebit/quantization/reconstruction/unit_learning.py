@@ -56,7 +56,7 @@ class Samples:
         self.separable = self._look()
 
     def _look(self) -> bool:
-        """How many images each batch has; whether all values can be split into images of the same shape."""
+        """The number of images of each batch, and whether all values can be split into images of the same shape."""
         shapes = set()
         separable = True
         for i in range(len(self.targets)):

@@ -205,7 +205,7 @@ def common_path(paths: list[str]) -> str:
 
 
 def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.GraphModule:
-    """The same parameters without the branch, and with `layers`."""
+    """A graph over the same parameters without the branch, and with `layers`."""
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}

@@ -14,7 +14,7 @@ MEETS_FIXED = "channels meet an input, a constant, or others that are kept"
 
 
 def thin(labels: Tensor) -> Tensor:
-    """The same labels, stored once along every axis on which they repeat (stride 0)."""
+    """Equal labels that are stored once along every axis on which they repeat (stride 0)."""
     shape = labels.shape
     for d in range(labels.dim()):
         first = labels.narrow(d, 0, 1) if shape[d] else labels

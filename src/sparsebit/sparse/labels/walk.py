@@ -193,7 +193,7 @@ class Walk:
         return changed
 
     def _parts(self, labels: Tensor, axis: int) -> tuple[int, int]:
-        """How many parts would be left to choose from along `axis` if the other axes were joined.
+        """The number of parts that remain to choose from along `axis` if the other axes are joined.
 
         Parts that layers make count first: rows of a table that the example does not reach are no channels.
         """

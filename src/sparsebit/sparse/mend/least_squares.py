@@ -67,7 +67,7 @@ def moment(
 
 
 def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
-    """The same without x: the number of positions, and the sum over y."""
+    """The sums without x: the number of positions, and the sum over y."""
     if isinstance(layer.linear, nn.Linear):
         rows = y
     else:

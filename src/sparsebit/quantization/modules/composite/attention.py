@@ -134,7 +134,7 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         return torch.cat(rows, 1) if len(rows) > 1 else x
 
     def _mask(self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """What to add to `scores` (batch, head, query, key); appended keys are seen by all."""
+        """The tensor to add to `scores` (batch, head, query, key); all queries see appended keys."""
         total = None
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):
