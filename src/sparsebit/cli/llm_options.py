@@ -47,7 +47,7 @@ class Row:
     name: str
     kind: Any  # int, float, str or bool, or a function of the text
     help: str
-    methods: str = ""  # those that take it, where it is no keyword of llm.quantize itself
+    methods: str = ""  # those that take it, where it is not a keyword of llm.quantize itself
     flags: tuple[str, ...] = ()
     metavar: str | None = None
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Extra(NamedTuple):
-    """A key that is no field of `owner`, on its way to the validator."""
+    """A key that is not a field of `owner`, on its way to the validator."""
 
     owner: type[Config]
     name: str
@@ -108,7 +108,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> Any:
-        """The checked value of a key that is no field; ConfigError if there is no such option."""
+        """The checked value of a key that is not a field; ConfigError if there is no such option."""
         raise UnknownOptionError(unknown_option(name, cls.option_names()))
 
     @classmethod
@@ -117,7 +117,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         return key in cls.model_fields
 
     def _absent(self, key: str) -> Any:
-        """The value of an option that is no field and was not given; AttributeError if there is none."""
+        """The value of an option that is not a field and was not given; AttributeError if there is none."""
         if key in type(self).__class_vars__:
             return getattr(type(self), key)
         raise AttributeError(key)

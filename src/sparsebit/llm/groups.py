@@ -81,7 +81,7 @@ def check_fit(inputs: Mapping[str, int], size: int) -> None:
         if all(width % n == 0 for width in widths):
             fits.append(str(n))
     raise ConfigError(
-        f"group_size: {wrong[0]} has {inputs[wrong[0]]} inputs, which is no multiple of {size}"
+        f"group_size: {wrong[0]} has {inputs[wrong[0]]} inputs, which is not a multiple of {size}"
         f"{f' ({len(wrong)} layers in all)' if len(wrong) > 1 else ''}, and readers run whole groups only; "
         f"leave group_size out, or use {', '.join([*fits, '-1 (whole rows)'])}"
     )

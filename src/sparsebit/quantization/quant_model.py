@@ -159,7 +159,7 @@ class QuantModel(nn.Module):
         if self.model.meta["fixed"]:
             refuse_other_inputs(self.model, args, kwargs)
         if not torch.compiler.is_compiling() and self._graph_changed():
-            reuse_memory(self.model)  # look again at who reads what
+            reuse_memory(self.model)  # the readers of values may have changed
             self._watch_graph()
         running = self.model.meta["running"]
         running.add("forward")

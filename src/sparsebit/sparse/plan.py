@@ -75,7 +75,7 @@ class Plan:
                 kept[k] = {int(a): list(map(int, i)) for a, i in axes.items()}
             return cls(kept=kept, **body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SparsebitError(f"{path}: is no pruning plan of this version: {error}") from None
+            raise SparsebitError(f"{path}: is not a pruning plan of this version: {error}") from None
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` with the same cut. Weights that were saved from the pruned model load into it."""

@@ -197,7 +197,7 @@ class SparseModel(nn.Module):
         return self
 
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
-        """Estimate the statistics of batch norms anew for the masked model; needs no targets."""
+        """Estimate the statistics of batch norms again for the masked model; needs no targets."""
         self._part("tune_batchnorm")
         calls = Batches(self, batches, progress, "pruning", once=True)
         with calls.named():

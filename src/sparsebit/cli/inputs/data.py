@@ -43,7 +43,7 @@ def load_batches(
             f"{spec}: pickles can run code, so they are refused; save an .npy or .npz, or {FORMS}"
         )
     else:
-        raise InputError(f"{spec}: is no known form of data; --data takes {FORMS}")
+        raise InputError(f"{spec}: is not a known form of data; --data takes {FORMS}")
     if not batches:
         raise InputError(f"{spec}: has no samples; a few dozen are enough")
     _refuse_non_finite(spec, batches)
@@ -140,7 +140,7 @@ def _argument_names(path: Path, model: Any, names: list[str]) -> list[str]:
         return names
     if names[: len(fitting)] != known[: len(fitting)]:  # else: labels behind the inputs, as in (x, y)
         strange = ", ".join(name for name in names if name not in known)
-        raise InputError(f"{path}: {strange} is no argument of the model; it takes {', '.join(known)}")
+        raise InputError(f"{path}: {strange} is not an argument of the model; it takes {', '.join(known)}")
     return []
 
 
@@ -194,7 +194,7 @@ def _image(path: Path, shape: tuple[int, ...]) -> Any:
         with Image.open(path) as opened:
             image = opened.convert("RGB" if channels == 3 else "L")
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise InputError(f"{path}: is no image that can be read: {one_line(error)}") from None
+        raise InputError(f"{path}: is not an image that can be read: {one_line(error)}") from None
     scale = max(height / image.height, width / image.width) / 0.875
     size = (max(round(image.width * scale), width), max(round(image.height * scale), height))
     image = image.resize(size, Image.Resampling.BILINEAR)

@@ -226,7 +226,7 @@ def machine() -> str:
 def check_metric(spec: str | None) -> None:
     """Before any work: is it a function?"""
     if spec is not None and not callable(find_object(spec)):
-        raise InputError(f"--metric {spec}: is no function; write one that takes (model, batches)")
+        raise InputError(f"--metric {spec}: is not a function; write one that takes (model, batches)")
 
 
 def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:

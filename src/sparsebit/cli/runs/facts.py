@@ -64,7 +64,7 @@ def _histogram(quantizer: Any, x: Any) -> dict[str, Any]:
 
 
 def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float | None:
-    """The share of values that are moved by more than rounding; None where groups have ranges of their own."""
+    """The share of values that are moved by more than rounding; None if groups have separate ranges."""
     if quantizer.spec.group is not None:
         return None
     if low.numel() > 1:
@@ -82,7 +82,7 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
 
 # -- graph -----------------------------------------------------------------------------------------------
 def graph_of(qmodel: Any) -> dict[str, Any]:
-    """Nodes in the order they run, and who reads whom; what only carries a quantizer is left out."""
+    """Nodes in the order they run, and their readers; nodes that only carry a quantizer are left out."""
     from sparsebit.graph.ops import called_module
     from sparsebit.quantization.layers import carries_for
 

@@ -164,7 +164,7 @@ def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
 def _quiet() -> Iterator[None]:
     """Gradients on and torch's fused attention off, because both change the recorded ops; nothing on stderr.
 
-    Where torch.export fails, it logs the reason and prints the whole graph. The error says enough.
+    Where torch.export fails, it logs the reason and prints the whole graph. The error is enough.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -52,5 +52,5 @@ def _complain(source: InMemory, what: str, names: list[str]) -> None:
         shown = ", ".join(repr(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
         raise SparsebitError(
             f"{source.folder or type(source.model).__name__}: {len(names)} {what}: {shown}; no config.json was "
-            "written, so that nobody takes this for a checkpoint; please report it with the name of the model"
+            "written, so that this folder is not mistaken for a checkpoint; please report it with the name of the model"
         )

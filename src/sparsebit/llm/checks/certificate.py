@@ -105,7 +105,7 @@ class Certificate:
                 ways = "Give batches (--data), of the processor of this model, to try it on"
             raise ReaderError(
                 f"{report.folder}: {'; '.join(map(str, failed))}. The folder is kept, llm.load reads it, and its "
-                f"README.md says who does not run it. {ways}; force=True (--force) accepts the folder as it is. "
+                f"README.md says who does not run it. {ways}; force=True (--force) accepts the folder. "
                 "Please report it with the name of the model",
                 report,
             )
@@ -211,7 +211,7 @@ class _Ours:
     """The logits of `llm.load`.
 
     Readers that unpack a layer round its weights to the dtype of the scales. In a mixture of experts that may send a
-    token to another expert, which is no fault of theirs; so the same weights are rounded here, where it matters.
+    token to another expert, which is not a fault of theirs; so the same weights are rounded here, where it matters.
     """
 
     def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:

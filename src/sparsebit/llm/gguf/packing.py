@@ -52,7 +52,7 @@ def fit(q: QuantizedWeight) -> Fit:
         kind = "Q4_1"
     if _exact(q):
         return Fit(kind)
-    return Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
+    return Fit(kind, ROUNDED, "a scale or an offset is not a float16 number")
 
 
 def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:

@@ -45,11 +45,13 @@ def open_model(model: Any) -> Source:
     folder = Path(model)
     path = folder / "config.json"
     if not path.is_file():
-        raise ExportError(f"{folder}: is no folder with a config.json; pass a model's folder or an nn.Module")
+        raise ExportError(
+            f"{folder}: is not a folder with a config.json; pass a model's folder or an nn.Module"
+        )
     try:
         told = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ExportError(f"{path}: is no JSON: {error}") from None
+        raise ExportError(f"{path}: is not JSON: {error}") from None
     check_transformers()
     from transformers import AutoConfig
 
@@ -84,7 +86,9 @@ def _check_class(names: Any, where: str) -> None:
     """A classifier or a bare encoder has the same model_type, but no head that gives tokens."""
     wrong = [name for name in names or [] if not name.endswith(("ForCausalLM", "LMHeadModel"))]
     if wrong:
-        raise ExportError(f"{where}: {wrong[0]} is no causal language model; llama.cpp needs one with a head")
+        raise ExportError(
+            f"{where}: {wrong[0]} is not a causal language model; llama.cpp needs one with a head"
+        )
 
 
 def _load(folder: Path, packed: bool) -> nn.Module:

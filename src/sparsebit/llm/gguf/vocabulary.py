@@ -138,7 +138,7 @@ def _sentencepiece(
     if lost:
         raise ExportError(
             f"tokenizer: {len(lost)} of the 256 byte tokens are missing, such as {min(lost)}; llama.cpp ends when a "
-            "text has a character that is no token"
+            "text has a character that is not a token"
         )
     _add_list(found, texts, kinds)
     found.keys["tokenizer.ggml.pre"] = "default"

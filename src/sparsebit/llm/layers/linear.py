@@ -100,7 +100,7 @@ class QuantLinear(nn.Linear):
         return F.linear(x, self.dequantize(x.dtype), bias)
 
     def _find_native(self) -> kernels.Native | None:
-        """The weight for the native kernels; made anew when its tensors have moved."""
+        """The weight for the native kernels; made again when its tensors have moved."""
         if torch.compiler.is_compiling() or not kernels.wanted() or self.g_idx is not None:
             return None
         buffers = self._buffers

@@ -221,7 +221,7 @@ def _tower(model: nn.Module, path: str, names: Names) -> Tower:
     lists = _lists(model)
     if path not in lists:
         raise ConfigError(
-            f"blocks: {path!r} is no ModuleList of this model; there are: {', '.join(lists) or 'none'}"
+            f"blocks: {path!r} is not a ModuleList of this model; there are: {', '.join(lists) or 'none'}"
         )
     sizes = [
         layer_sizes(block, lambda stack, shape, i=i: names.parts[f"{path}.{i}.{stack}"])  # type: ignore[misc]

@@ -82,8 +82,8 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     if not names:
         if usual is None:
             raise ConfigError(
-                f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is no language "
-                "model; write the class of the model there"
+                f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is not a "
+                "language model; write the class of the model there"
             )
         return usual
     found = getattr(transformers, names[0], None)
@@ -140,7 +140,7 @@ def make_up(model: Any, names: list[str]) -> list[str]:
 def tie_weights(model: Any, there: set[str] | None = None) -> None:
     """transformers' own way to make tied weights one again; `there` holds the names that came from files.
 
-    Two that should be one, but are in the files with different values, stay two, and the config says so.
+    Two that should be one, but have different values in the files, stay two, and the config records it.
     """
     if not hasattr(model, "tie_weights"):
         return

@@ -170,7 +170,9 @@ def open_source(model: Any, blocks: str | None = None, towers: str | Sequence[st
         return InMemory(model, blocks, towers)
     folder = Path(model)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {folder} is no folder with a config.json; pass a folder or an nn.Module")
+        raise ConfigError(
+            f"model: {folder} is not a folder with a config.json; pass a folder or an nn.Module"
+        )
     return OnDisk(folder, blocks, towers)
 
 

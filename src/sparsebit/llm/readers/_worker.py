@@ -121,7 +121,7 @@ def listed(info):
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is not an answer
     sys.stdout = sys.stderr
     modules = None
     wrong = ""

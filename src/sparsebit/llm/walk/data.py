@@ -69,13 +69,13 @@ def prepare(model: nn.Module, batches: Any, widest: int, reads: bool = True) -> 
     if reads and tokens is not None and tokens < least:
         raise CalibrationError(
             f"batches: {tokens} tokens are too few for layers of {widest} inputs, which would fit these tokens and no "
-            f"others; give {least} or more, some thousand are a good start"
+            f"others; give {least} or more, a few thousand are a good start"
         )
     return divide(clean, takes, reads, tokens)
 
 
 def divide(batches: list[Any], takes: inspect.Signature, reads: bool, tokens: int | None) -> Data:
-    """The last sequences are held back; of batches whose sequences cannot be told apart, the last batches."""
+    """The last sequences are held back; if the sequences of batches cannot be separated, the last batches."""
     rows = [rows_of(batch, takes) for batch in batches]
     whole = None in rows  # a batch is the smallest piece
     sizes = [1 if whole else n or 1 for n in rows]

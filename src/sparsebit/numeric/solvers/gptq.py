@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one after the other, and those that follow make up for the error (Frantar et al., 2022).
+"""GPTQ: columns are rounded one after the other, and those that follow compensate the error (Frantar et al., 2022).
 
 With H = X^T X and U the upper Cholesky factor of its inverse, rounding w_j to q adds -(w_j - q) / U_jj * U_j,j+1: to
 the rest of the row. `cross` moves the target to the float layer's output on float inputs (cf. GPTAQ, Li et al., 2025):

@@ -80,7 +80,7 @@ class _Attention(MultipleInputsQuantOpr):
             scores = scores + attn_mask
         probs = scores.softmax(-1)
         if attn_mask is not None:
-            probs = probs.nan_to_num(0.0)  # a row that is masked altogether attends to nothing, as in torch
+            probs = probs.nan_to_num(0.0)  # a row that is completely masked attends to nothing, as in torch
         return F.dropout(self.probs(probs), dropout_p) @ value
 
 

@@ -2,7 +2,7 @@
 
     ema <- r * ema + (1 - r) * image,  the first image starts it;  [1, 2, 3, 10] -> 2.161 with r = 0.9
 
-By definition it depends on the order of images. Merging is exact all the same: after n images ema is
+By definition it depends on the order of images. Merging is still exact: after n images ema is
 r^(n-1) * first + tail, so (n, first, tail) is all that a later part needs to be appended.
 """
 

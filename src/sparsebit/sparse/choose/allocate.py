@@ -123,7 +123,7 @@ def within(
     whole = exact(walk.gm)
     if not whole:
         raise ConfigError(
-            f"{of}: the model has none on this example, so a share of them is no budget; give ratio instead"
+            f"{of}: the model has none on this example, so a share of them is not a budget; give ratio instead"
         )
     limit = budget * whole
     fits = lambda cut: exact(cut.compact()) <= limit

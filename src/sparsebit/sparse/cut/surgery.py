@@ -131,7 +131,7 @@ class Cut:
             setattr(module, attribute, (left,) if attribute == "normalized_shape" else left)
 
     def _path(self, model: nn.Module, path: str) -> str:
-        """The path of a parameter in `model`, where `F.linear` is no module as in the graph."""
+        """The path of a parameter in `model`, where `F.linear` is not a module as in the graph."""
         owner, _, name = path.rpartition(".")
         try:
             model.get_submodule(owner)

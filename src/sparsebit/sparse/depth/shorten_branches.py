@@ -146,7 +146,7 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
 
 
 def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
-    """The nodes that only `goes` and `add` need."""
+    """The nodes that no other node than the branch and the addition needs."""
     only: dict[fx.Node, None] = {}
     gone = {add}
     waiting = [goes]

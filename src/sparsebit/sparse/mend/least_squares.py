@@ -2,7 +2,7 @@
 targets.
 
 If a batch norm follows, the norm of a filter only changes how fast training turns the filter. So filters get
-a wanted norm (docs/experiments.md has the measurements), and the batch norm makes up for it.
+a wanted norm (docs/experiments.md has the measurements), and the batch norm compensates it.
 """
 
 from __future__ import annotations
