@@ -35,7 +35,7 @@ def group_sizes(
     """
     if asked is not None:
         if force:
-            fit = inputs
+            fit = list(inputs)
         else:
             fit = [name for name in inputs if asked < 1 or inputs[name] % asked == 0]
         if weights is None or sum(weights[name] for name in fit) < (1 - LEFT_OUT) * sum(weights.values()):
