@@ -87,8 +87,8 @@ def variants(cfg: Any) -> Iterator[tuple[str, Any]]:
 def resolve(cfg: Any, names: Sequence[str]) -> Any:
     """The config of one layer, known as `names` (fx name, module path): SPECIFIC applied and dropped.
 
-    `cfg` has the fields `letter`, `specific` and `_resolved`.
-    Layers with the same overrides share one frozen result; `clone()` it before changing anything.
+    `cfg` has the fields `letter`, `specific` and `_resolved`. Layers with the same overrides share one frozen result;
+    `clone()` it before changing anything.
     """
     matching = []
     for rule in cfg.specific:

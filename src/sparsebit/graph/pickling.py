@@ -13,12 +13,8 @@ from typing import Any
 from torch import fx, nn
 
 OF_CODE = ("_graph", "_code", "_lineno_map", "_prologue_start")  # recompile() makes these
-OF_TRACE = (
-    "val",
-    "example_value",
-    "tensor_meta",
-    "from_node",
-)  # fake tensors, and notes of torch.export
+# fake tensors, and notes of torch.export
+OF_TRACE = ("val", "example_value", "tensor_meta", "from_node")
 
 
 @dataclass(frozen=True)

@@ -353,9 +353,8 @@ def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) 
 
 def float_bytes(source: InMemory) -> int:
     """The size of the float model; tied weights count once."""
-    model = getattr(
-        source, "inner", source
-    ).model  # of the source before rotation: a rotated model has no tied weights
+    # of the source before rotation: a rotated model has no tied weights
+    model = getattr(source, "inner", source).model
     tied = tied_names(model)
     return sum(t.numel() * t.element_size() for n, t in source.names.state.items() if n not in tied)
 

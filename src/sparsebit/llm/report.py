@@ -30,15 +30,13 @@ class Report:
     folder: Path
     layout: Layout
     method: str
-    layers: dict[str, dict[str, Any]] = field(
-        repr=False
-    )  # bits, stored_bits, error (share of the output), note
+    # bits, stored_bits, error (share of the output), note
+    layers: dict[str, dict[str, Any]] = field(repr=False)
     sizes: dict[str, int] = field(repr=False)
     seconds: float = 0.0
     readers: tuple[Row, ...] = ()  # who runs it
-    left: dict[str, int] = field(
-        default_factory=dict, repr=False
-    )  # matrices in the blocks that stay float: weights
+    # matrices in the blocks that stay float: weights
+    left: dict[str, int] = field(default_factory=dict, repr=False)
     measured: Quality | None = (
         None  # of the whole model; None without data, or where it gives no scores of tokens
     )

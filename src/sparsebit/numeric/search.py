@@ -31,9 +31,8 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     over the values per pair, then the neighbourhood of the best ones with the true error.
     """
     levels = spec.levels
-    unit = torch.maximum(-low, high).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )  # squares of float32 stay floats
+    # squares of float32 stay floats
+    unit = torch.maximum(-low, high).clamp(min=torch.finfo(torch.float32).tiny)
     low = (low / unit).double().clamp(max=0)
     high = (high / unit).double().clamp(min=0)
     bins = bins.over(unit)

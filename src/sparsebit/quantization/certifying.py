@@ -204,9 +204,8 @@ def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> Non
             name = ""
             if module.weight_quantizer is not None:
                 name = module.weight_quantizer.name
-            has_bias = name in lowered.bias and hasattr(
-                module, "bias"
-            )  # a weight of an LSTM has no separate bias
+            # a weight of an LSTM has no separate bias
+            has_bias = name in lowered.bias and hasattr(module, "bias")
             own = module.current_bias if has_bias else None
             if own is not None:
                 weight_scale = runtime.as_array(marks[name].qparams.scale)

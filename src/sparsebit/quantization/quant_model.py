@@ -226,10 +226,9 @@ class QuantModel(nn.Module):
         """Compute scales and zero points from the observed values.
 
         `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` choose
-        whether their weights and activations are quantized (both, if neither is named). All batches then walk the graph
-        together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type adaround
-        are
-        reconstructed next; `checkpoint` and `progress` are those of reconstruct().
+        whether their weights and activations are quantized (both, if neither is named). All batches then walk the
+        graph together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type
+        adaround are reconstructed next; `checkpoint` and `progress` are those of reconstruct().
         """
         from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
 

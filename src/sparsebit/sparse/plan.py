@@ -40,9 +40,8 @@ class Plan:
     reasons: list[str] = field(default_factory=list)  # why some channels could not be removed
     makes: dict[str, int] = field(default_factory=dict)  # the axis of the channels that a layer makes
     heads: Heads = "whole"
-    merged: list[str] = field(
-        default_factory=list
-    )  # blocks that were merged into the next one, before channels were removed
+    # blocks that were merged into the next one, before channels were removed
+    merged: list[str] = field(default_factory=list)
     shortened: list[str] = field(default_factory=list)  # branches that a linear layer replaces
     as_written: bool | None = None  # is the result of the model's class, or a graph? None: unknown
 

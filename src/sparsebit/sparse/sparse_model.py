@@ -132,9 +132,8 @@ class SparseModel(nn.Module):
         if origins is None:
             sharing.own_memory(plain)
         else:
-            if (
-                self.cfg.sparser.type == "structured"
-            ):  # refit() compares with this copy, because training changes the model
+            # refit() compares with this copy, because training changes the model
+            if self.cfg.sparser.type == "structured":
                 self._hidden["given"] = own_copy(source)
             sharing.share(plain, source, origins)
         self.model = sharing.copy_over_same(plain)

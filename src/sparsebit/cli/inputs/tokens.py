@@ -13,14 +13,8 @@ from sparsebit.cli.inputs.objects import call
 from sparsebit.cli.terminal.output import InputError, one_line
 
 FORMS = "a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)"
-TABLES = {
-    ".arrow",
-    ".csv",
-    ".json",
-    ".jsonl",
-    ".parquet",
-    ".tsv",
-}  # their text holds more than the document
+# their text holds more than the document
+TABLES = {".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv"}
 USUAL_LENGTH = 512
 
 

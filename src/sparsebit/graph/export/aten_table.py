@@ -31,12 +31,8 @@ class Call(NamedTuple):
 
 
 Values = dict[str, Any]  # the given arguments, by the names of the op's schema
-_DROPPED = {
-    "cudnn_enable",
-    "cudnn_enabled",
-    "pin_memory",
-    "implicit",
-}  # these have no meaning outside aten, or none at all
+# these have no meaning outside aten, or none at all
+_DROPPED = {"cudnn_enable", "cudnn_enabled", "pin_memory", "implicit"}
 
 
 def translate(node: fx.Node) -> Call | None:

@@ -111,9 +111,8 @@ def _explained(
 
 
 def _attempts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, int, Any]]:
-    """Tuples (a text that names the fixed sizes, number of dynamic leading axes, example). torch.export fixes sizes of
-    1, so a
-    batch of one is doubled."""
+    """Tuples (a text that names the fixed sizes, number of dynamic leading axes, example). torch.export fixes sizes
+    of 1, so a batch of one is doubled."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
     single = bool(tensors) and all(x.shape[0] == 1 for x in tensors)
     fresh = lambda: pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))

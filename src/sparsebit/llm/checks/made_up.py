@@ -69,9 +69,8 @@ def _candidates(model: Any) -> Iterator[Inputs]:
         names.append("decoder_input_ids")
     ids = _words(config)
     for shown in (*_pictures(model, takes), *_sounds(config, takes)):
-        for size in dict.fromkeys(
-            (_places(model, shown), 1, 0)
-        ):  # some put more behind the first by themselves
+        # some put more behind the first by themselves
+        for size in dict.fromkeys((_places(model, shown), 1, 0)):
             token = _token(config, "audio" if "input_features" in shown else "image")
             yield {**shown, **_text(config, takes, names, ids, (token, size))}
         if config.is_encoder_decoder:

@@ -1,8 +1,8 @@
 """compressed-tensors, `pack-quantized`: what vLLM and transformers (with that package) load.
 
 weight_packed int32 (outputs, words), weight_scale (outputs, groups), weight_shape, and for asymmetric grids
-weight_zero_point, packed along the outputs. A weight_g_idx is read,
-but not written: readers dropped it. Codes are stored with 2^(bits-1) added, so they are our unsigned codes.
+weight_zero_point, packed along the outputs. A weight_g_idx is read, but not written: readers dropped it. Codes are
+stored with 2^(bits-1) added, so they are our unsigned codes.
 """
 
 from __future__ import annotations

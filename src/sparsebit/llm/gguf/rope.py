@@ -7,14 +7,8 @@ from typing import Any
 from sparsebit.errors import ExportError
 from sparsebit.llm.gguf.items import Item, of_tensor
 
-WITH_FACTORS = (
-    "llama",
-    "granite",
-    "granitemoe",
-    "arcee",
-    "apertus",
-    "exaone4",
-)  # architectures that read rope_freqs
+# architectures that read rope_freqs
+WITH_FACTORS = ("llama", "granite", "granitemoe", "arcee", "apertus", "exaone4")
 
 
 def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
@@ -45,11 +39,8 @@ def rope_keys(config: Any, head: int) -> dict[str, Any]:
 
 def scaling(config: Any, told: dict[str, Any]) -> dict[str, Any]:
     kind = told.get("rope_type") or told.get("type") or "default"
-    if kind in (
-        "default",
-        "llama3",
-        "dynamic",
-    ):  # llama3: a tensor holds the factors; dynamic: only beyond the context
+    # llama3: a tensor holds the factors; dynamic: only beyond the context
+    if kind in ("default", "llama3", "dynamic"):
         return {}
     if kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(told["factor"])}

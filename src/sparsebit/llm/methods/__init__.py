@@ -23,9 +23,8 @@ from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight
 Solver = Callable[..., Solved]
-Limit = tuple[
-    Callable[[Any], bool], str
-]  # the values that an option may have, and their description for errors
+# the values that an option may have, and their description for errors
+Limit = tuple[Callable[[Any], bool], str]
 ABOVE_ZERO: Limit = (lambda value: value > 0, "must be above 0")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "must be 0 or more")
 AT_LEAST_ONE: Limit = (lambda value: value >= 1, "must be 1 or more")
@@ -66,9 +65,8 @@ class Method:
     format: str = "compressed-tensors"
 
     def __post_init__(self) -> None:
-        functools.update_wrapper(
-            self, self.solve
-        )  # the registry and `sparsebit list` read name, module and docstring
+        # the registry and `sparsebit list` read name, module and docstring
+        functools.update_wrapper(self, self.solve)
 
     def __call__(
         self, weight: Tensor, statistics: Statistics | None, spec: QuantSpec, **options: Any

@@ -143,9 +143,8 @@ def find_towers(model: nn.Module, names: Names) -> list[Tower]:
     inside it."""
     lists = _lists(model)
     known = {name: _weights(module) for name, module in lists.items()}
-    largest = max(
-        known, key=lambda name: known[name], default=None
-    )  # of equals the outermost: it comes first
+    # of equals the outermost: it comes first
+    largest = max(known, key=lambda name: known[name], default=None)
     if largest is None or not known[largest]:
         raise ConfigError(
             "model: no ModuleList of decoder blocks with nn.Linear layers in it; name it with blocks='path.of.it'"

@@ -34,9 +34,8 @@ class Plan:
     format: str
     config: dict[str, Any]  # of config.json
     layers: dict[str, Packed]  # by their names in the model
-    tensors: dict[str, tuple[tuple[int, ...], str]] = field(
-        repr=False
-    )  # by their names in the files: shape, dtype
+    # by their names in the files: shape, dtype
+    tensors: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
     dtype: str = "float32"  # of the float part
     reordered: bool = False  # groups follow a g_idx
 

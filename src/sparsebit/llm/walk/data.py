@@ -31,12 +31,8 @@ PADDING = (
 )
 IDS = ("input_ids", "decoder_input_ids")
 IGNORED = -100  # labels that do not count
-PLACES = (
-    "image_token_id",
-    "image_token_index",
-    "video_token_id",
-    "audio_token_id",
-)  # no words: filled by a tower
+# no words: filled by a tower
+PLACES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from sparsebit.llm.walk.spill import Spilled
 
 ROOM = 2**30  # bytes of outputs that a lane keeps
 
-Key = tuple[
-    tuple[str, int], ...
-]  # a call: names of modules from outside in, and which call of each in its caller
+# a call: names of modules from outside in, and which call of each in its caller
+Key = tuple[tuple[str, int], ...]
 Note = Callable[[str, Tensor], None]
 Watched = tuple[set[str], Note]
 NOTHING: Watched = (set(), lambda name, x: None)

@@ -49,9 +49,8 @@ def collect(
     largest: dict[str, Tensor] = {}
     tokens = dict.fromkeys(heads, 0)
     right: dict[str, list[Tensor]] = {}
-    routed = {
-        name for name in heads if is_routed(lane.block, name)
-    }  # the float model may send it other tokens
+    # the float model may send it other tokens
+    routed = {name for name in heads if is_routed(lane.block, name)}
 
     if float_lane:
         narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed

@@ -221,14 +221,12 @@ class QuantOpr(Opr):
         if bias.dtype != torch.float32:
             return bias
         step = x.current_qparams().scale * w.current_qparams().scale
-        if len(step) > 1 and len(bias) != len(
-            step
-        ):  # the groups of a transposed convolution share their scales
+        # the groups of a transposed convolution share their scales
+        if len(step) > 1 and len(bias) != len(step):
             step = step.repeat(len(bias) // len(step))
         codes = (bias.detach().double() / step).round()
-        rounded = torch.where(
-            codes.abs() < 2**31, codes.float() * step, bias.detach()
-        )  # or int32 cannot hold it
+        # or int32 cannot hold it
+        rounded = torch.where(codes.abs() < 2**31, codes.float() * step, bias.detach())
         # the gradient passes
         if bias.requires_grad:
             return rounded + (bias - bias.detach())

@@ -50,9 +50,8 @@ class _Attention(MultipleInputsQuantOpr):
         quantizer = self.probs.input_quantizer
         if quantizer is None or quantizer.absorbed:
             return self.op(*args, **kwargs)
-        if (
-            quantizer.mode is Mode.FLOAT and not quantizer._forward_hooks
-        ):  # a hook wants to see the probabilities
+        # a hook wants to see the probabilities
+        if quantizer.mode is Mode.FLOAT and not quantizer._forward_hooks:
             return self.op(*args, **kwargs)
         return self.by_steps(*args, **kwargs)
 

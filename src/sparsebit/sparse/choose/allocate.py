@@ -81,9 +81,8 @@ def _steps(walk: Walk, round_to: int) -> list[int]:
 
 
 def _find_steps(walk: Walk, round_to: int) -> list[int]:
-    channels = torch.zeros(
-        len(walk.labels), dtype=torch.long
-    )  # per class; where layers differ, the common divisor
+    # per class; where layers differ, the common divisor
+    channels = torch.zeros(len(walk.labels), dtype=torch.long)
     for _, attribute, labels in walk.sizes if round_to != 1 else ():
         if "groups" not in attribute:
             roots, counts = walk.labels.roots(labels).unique(return_counts=True)

@@ -147,9 +147,8 @@ class _Checked(Runner):
         super().__init__(gm)
         self.cut = cut
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
-        self.settled: list[
-            fx.Node
-        ] = []  # conditions on the number of channels, which the cut changed; conditions on inputs stay
+        # conditions on the number of channels, which the cut changed; conditions on inputs stay
+        self.settled: list[fx.Node] = []
 
     def run_node(self, n: fx.Node) -> Any:
         old = self.old.get(n.name)

@@ -167,9 +167,8 @@ def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
             forms = [_form(node, gm) for node in nodes]
             if re.fullmatch("c[na]*cn?", "".join(form[0] for form in forms)):
                 layers = [str(node.target) for node, form in zip(nodes, forms) if form[0] != "a"]
-                forms[1:] = [
-                    form[:4] if form[0] == "c" else form for form in forms[1:]
-                ]  # its bias is computed
+                # its bias is computed
+                forms[1:] = [form[:4] if form[0] == "c" else form for form in forms[1:]]
                 if all(calls[layer] == 1 for layer in layers):
                     yield Block(common_path(layers), kept, nodes, add, forms)
 

@@ -188,9 +188,8 @@ def pad(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> 
     out = _nearest(input, pads)  # a border around channels belongs to its channel
     for i in range(0, len(pads), 2):
         axis = out.dim() - 1 - i // 2
-        if axis in varies and (
-            pads[i] or pads[i + 1]
-        ):  # new channels: they may be removed together with the channels that they are added to
+        # new channels: they may be removed together with the channels that they are added to
+        if axis in varies and (pads[i] or pads[i + 1]):
             position = torch.arange(out.shape[axis])
             edge = (position < pads[i]) | (position >= out.shape[axis] - pads[i + 1])
             line = []
