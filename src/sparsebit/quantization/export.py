@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
+from sparsebit.export.backends.base import Problem
 from sparsebit.export.calls import as_batches, call_of, calls_of, some_calls_of, target_shapes
 from sparsebit.export.onnx.marks import Mark, emit
 from sparsebit.export.onnx.to_onnx import require, to_onnx
@@ -332,7 +333,7 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
 
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
     """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
-    found = []
+    found: list[Problem] = []
     for mark in marks.values():
         found.extend(backend.problems(mark))
     if found:

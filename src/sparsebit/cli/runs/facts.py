@@ -92,7 +92,7 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
     nodes: list[dict[str, str]] = []
     edges: list[list[int]] = []
     for node in gm.graph.nodes:
-        sources = []
+        sources: list[Any] = []
         for n in node.all_input_nodes:
             sources.extend(carried.get(n, [n]))
         module = called_module(node, gm)

@@ -162,7 +162,7 @@ def with_unread(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any
     if not _binds(shorter, args, kwargs):
         return args, kwargs  # Python's message about the whole signature is the clearest
     given = shorter.bind(*args, **kwargs).arguments
-    missing = {}
+    missing: dict[str, None] = {}
     for p in signature.parameters.values():
         if p.name in unread and p.default is p.empty:
             missing[p.name] = None

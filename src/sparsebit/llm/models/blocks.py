@@ -255,7 +255,7 @@ def _nested(a: str, b: str) -> bool:
 
 def _others(lists: list[nn.Module]) -> str:
     """A line about layers that are no Linear."""
-    modules = []
+    modules: list[nn.Module] = []
     for blocks in lists:
         modules.extend(blocks.modules())
     turned = sum(is_conv1d(m) for m in modules)

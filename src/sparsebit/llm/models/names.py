@@ -149,19 +149,20 @@ class Names:
     def to_files(self, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> dict[str, Tensor]:
         """Tensors of the model and the stored tensors of its `packed` layers, under the names of the files."""
         layers = {*packed, *self.layer_files}
-        found = {}
-        others = {}
+        found: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
+            key = self.key(name)
             if layer in layers:
                 key = f"{self.layer_file(layer)}.{leaf}"
-            else:
-                key = self.key(name)
             if key is None:
                 others[name] = tensor
             else:
                 found[key] = tensor
-        return {**found, **(self._reverted(others) if others else {})}
+        if others:
+            found.update(self._reverted(others))
+        return found
 
     def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Through transformers' recipes, backwards."""

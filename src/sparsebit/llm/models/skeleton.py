@@ -123,7 +123,7 @@ def first_line(error: BaseException) -> str:
 def make_up(model: Any, names: list[str]) -> list[str]:
     """Tensors that checkpoints leave out because the class computes them, such as tables of sines; returns their
     names."""
-    patterns = []
+    patterns: list[str] = []
     for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing"):
         patterns.extend(getattr(model, kind, None) or ())
     found = []

@@ -307,7 +307,7 @@ class MultipleInputsQuantOpr(Opr):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
             call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
         if self.operands:  # a value that is also the bias stays float there
-            chosen = set()
+            chosen: set[int | str] = set()
             for operand in self.operands:
                 chosen.update(operand)
             node.args = tuple(

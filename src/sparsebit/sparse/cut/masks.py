@@ -118,7 +118,7 @@ def build_sparsers(gm: fx.GraphModule, cfg: SparseConfig) -> None:
 
 
 def warn_of_unmatched(gm: fx.GraphModule, cfg: SparseConfig) -> None:
-    names = []
+    names: list[str] = []
     for path, (_, others) in layer_names(gm).items():
         names.extend((path, *others))
     names += [n for node in gm.graph.nodes for n in (node.name, str(node.target))]
