@@ -287,7 +287,7 @@ def _labels(model: Any, batches: list[Any]) -> list[Any]:
     found = []
     for batch in batches:
         inputs = example_of(model, batch)
-        rest = ()
+        rest: Any = ()
         if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple):
             rest = batch[len(inputs) :]
         if len(rest) != 1 or not isinstance(rest[0], torch.Tensor) or rest[0].is_floating_point():

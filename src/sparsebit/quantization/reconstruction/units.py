@@ -59,7 +59,7 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
 
 def _layers_of(node: fx.Node, gm: fx.GraphModule, learns: Learns) -> list[QuantOpr]:
     """The layers that a node runs: one, or those inside an island."""
-    inside = ()
+    inside: Iterable[nn.Module] = ()
     if node.op == "call_module":
         inside = module_of(node, gm).modules()
     return [m for m in inside if isinstance(m, QuantOpr) and learns(m)]

@@ -93,6 +93,7 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         scores = q @ k.transpose(-2, -1)
         # without padding and weights torch believes the hint and does not look at attn_mask
         hint = is_causal and key_padding_mask is None and not need_weights
+        mask: Tensor | None
         if hint:
             mask = _causal(scores)
         else:
