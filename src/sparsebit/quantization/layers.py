@@ -137,12 +137,10 @@ def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
     def label(node: fx.Node) -> str:
         module = called_module(node, gm)
         if module is None:
-            found = {}
-        else:
-            found = {}
-            for m in module.modules():
-                for q in active_quantizers(m):
-                    found[q] = None
+            return ""
+        found: dict[Quantizer, None] = {}
+        for m in module.modules():
+            found.update(dict.fromkeys(active_quantizers(m)))
         return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
 
     return label

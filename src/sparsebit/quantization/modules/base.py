@@ -152,10 +152,9 @@ class QuantOpr(Opr):
         if args:
             return (self.quantized_input(args[0]), *args[1:])
         found = (k for k, v in kwargs.items() if k == "tensors" or isinstance(v, Tensor))
+        key = next(found, None)
         if self.input_name in kwargs:
             key = self.input_name
-        else:
-            key = next(found, None)
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args

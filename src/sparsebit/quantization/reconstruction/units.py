@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -59,7 +60,7 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
 
 def _layers_of(node: fx.Node, gm: fx.GraphModule, learns: Learns) -> list[QuantOpr]:
     """The layers that a node runs: one, or those inside an island."""
-    inside: Iterable[nn.Module] = ()
+    inside: Iterable[Any] = ()
     if node.op == "call_module":
         inside = module_of(node, gm).modules()
     return [m for m in inside if isinstance(m, QuantOpr) and learns(m)]
