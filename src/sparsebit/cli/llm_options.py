@@ -165,10 +165,10 @@ def with_table(function: Callable[..., None]) -> Callable[..., None]:
 
 def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given options, as keywords of `llm.quantize`."""
-    return dict(_said(given))
+    return dict(_given(given))
 
 
-def _said(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _given(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for row in TABLE:
         if given.get(row.name) is not None:
             yield row.name, row.value(given[row.name])

@@ -85,7 +85,7 @@ def trace(
     read = {id(p) for p in gm.parameters()}
     gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
-    unsaid = _unsaid(signature, shown) if tracer.as_shown else {}
+    unsaid = _left_out(signature, shown) if tracer.as_shown else {}
     if graph is None:
         gm.meta["fixed"] = {}
     else:
@@ -145,15 +145,15 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
     return {name: value for name, value in defaults.items() if value is not None}
 
 
-def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
+def _left_out(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
     """Inputs that a call like the example leaves out: a decorated forward fills them in."""
     if example is None:
-        said = {}
+        given = {}
     else:
-        said = signature.bind(*example[0], **example[1]).arguments
+        given = signature.bind(*example[0], **example[1]).arguments
     nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     known = {p.name: nothing.get(p.kind, p.default) for p in signature.parameters.values()}
-    return {k: v for k, v in known.items() if k not in said and v is not inspect.Parameter.empty}
+    return {k: v for k, v in known.items() if k not in given and v is not inspect.Parameter.empty}
 
 
 def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]]:

@@ -49,17 +49,17 @@ def open_model(model: Any) -> Source:
             f"{folder}: is not a folder with a config.json; pass a model's folder or an nn.Module"
         )
     try:
-        told = json.loads(path.read_text("utf-8"))
+        settings = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ExportError(f"{path}: is not JSON: {error}") from None
     check_transformers()
     from transformers import AutoConfig
 
-    if not told.get("model_type"):
+    if not settings.get("model_type"):
         raise ExportError(f"{path}: names no model_type; only models of transformers can be written as GGUF")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_class(config.architectures, str(folder))
-    packed = bool(told.get("quantization_config"))
+    packed = bool(settings.get("quantization_config"))
     beside = folder / "generation_config.json"
     more = {}
     if beside.is_file():
