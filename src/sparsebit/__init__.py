@@ -152,5 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Also the names that are not loaded yet."""
+    """List the names that are not loaded yet, too."""
     return sorted({*globals(), *__all__})

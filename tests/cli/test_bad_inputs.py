@@ -49,15 +49,15 @@ MODELS = {
     "quits.py:build": ["failed at quits.py line 1", "SystemExit"],
     "nowhere.module:build": ["No module named 'nowhere'"],
     "net:nothing_here": ["has no 'nothing_here'"],
-    "resnet18": ["is no model", "timm:name"],
+    "resnet18": ["is not a model", "timm:name"],
     "weights.pth": ["holds weights, not a model", "--weights weights.pth"],
     "model.onnx": ["an ONNX file cannot be quantized"],
     "timm:": ["timm:: which model?", "timm:name"],
     "old": ["old: is the folder of a run; name the model"],
     "lazy.py:build": ["lazy.py:build: 0.weight has no shape yet; run the model once"],
-    "hf:no/folder": ["is no folder with a config.json"],
+    "hf:no/folder": ["is not a folder with a config.json"],
     "no.pt2": ["no.pt2: no such file"],
-    "broken.pt2": ["broken.pt2: is no exported program that can be read safely"],
+    "broken.pt2": ["broken.pt2: is not an exported program that can be read safely"],
 }
 
 
@@ -120,7 +120,7 @@ def test_a_hostile_exported_program_is_not_run(sparsebit, work):
         for item in good.infolist():
             data = good.read(item)
             evil.writestr(item, bomb.read_bytes() if "sample_inputs" in item.filename else data)
-    refused(sparsebit, work, "check evil.pt2 --input-shape 1,3", "evil.pt2: is no exported program")
+    refused(sparsebit, work, "check evil.pt2 --input-shape 1,3", "evil.pt2: is not an exported program")
     assert not (work / "exploded").exists()
 
 
@@ -199,7 +199,7 @@ DATA = {
     "data.xyz": ["data.xyz", "file.py:loader"],
     "text.txt": ["text needs a tokenizer", "hf:DIR"],
     "empty": ["empty: no images in it"],
-    "images": ["images/broken.png: is no image that can be read"],
+    "images": ["images/broken.png: is not an image that can be read"],
     "net.py:batch": ["did you mean batches?"],
     "net.py:fails": ["net.py:fails: failed", "no such checkpoint"],
     "net.py:nothing": ["net.py:nothing: has no samples"],
@@ -257,7 +257,7 @@ def test_inputs(sparsebit, work, options):
 def test_names_of_arrays(sparsebit, work):
     np.savez(work / "pair.npz", right=np.zeros((4, 6)), wrong=np.zeros((4, 6)))
     command = "quantize net.py:Pair --data pair.npz -o run"
-    refused(sparsebit, work, command, "wrong is no argument of the model; it takes left, right")
+    refused(sparsebit, work, command, "wrong is not an argument of the model; it takes left, right")
 
 
 @pytest.mark.parametrize("option", ["--batch-size 0", "--samples -1"])
@@ -302,7 +302,7 @@ OPTIONS = {
     "--preset w8a8 --config c.yaml": ["--config and --preset: give one of them"],
     "--set W.QUANTIZER.BIT": ["--set W.QUANTIZER.BIT: expected KEY=VALUE"],
     "--set W.QUANTIZER.BITS=4": ["W.QUANTIZER.BITS: unknown option; did you mean BIT?"],
-    "--set W.QUANTIZER.BIT=[": ["'[' is no YAML value"],
+    "--set W.QUANTIZER.BIT=[": ["'[' is not a YAML value"],
     "--presett w8a8": ["--presett", "sparsebit quantize --help"],
     "--batch-size many": ["--batch-size"],
 }
@@ -374,26 +374,26 @@ def test_full_disk(sparsebit, work, monkeypatch, place):
 # -- runs and other commands ----------------------------------------------------------------------------------
 RUNS = {
     "export nowhere": ["nowhere: no such folder"],
-    "export .": ["is no folder of a run: it has no run.json"],
+    "export .": ["is not a folder of a run: it has no run.json"],
     "export broken": ["broken/run.json: is broken"],
     "export half": ["half: its quantize is not finished", "--resume"],
-    "export q": ["q/model.onnx: is there already"],
+    "export q": ["q/model.onnx: already exists"],
     "export q --backend tensort -o a.onnx": ["--backend tensort: no such backend; did you mean tensorrt?"],
     "export p --backend openvino -o a.onnx": ["--backend: only quantized models"],
     "export q -o no/folder/a.onnx": ["the folder no/folder does not exist"],
     "verify no.onnx": ["no.onnx: no such file"],
-    "verify x.npy": ["x.npy: . is no folder of a run", "--run"],
-    "verify .": ["is no folder of a run", "--run"],
+    "verify x.npy": ["x.npy: . is not a folder of a run", "--run"],
+    "verify .": ["is not a folder of a run", "--run"],
     "verify x.npy --run q": ["x.npy: is broken or no ONNX file"],
     "verify q/model.onnx --run p": ["q/model.onnx: holds a quantized model"],
     "verify p/model.onnx --run q": ["holds an ordinary model"],
     "profile p": ["is a run of prune"],
     "profile q --batches 0": ["--batches"],
-    "report nowhere": ["nowhere: is no folder of a run"],
+    "report nowhere": ["nowhere: is not a folder of a run"],
     "report broken": ["broken/run.json: is broken"],
     "report q --format pdf": ["pdf"],
-    "report q -o x.npy": ["x.npy: is there already"],
-    "config init -o x.npy": ["x.npy: is there already"],
+    "report q -o x.npy": ["x.npy: already exists"],
+    "config init -o x.npy": ["x.npy: already exists"],
     "list observer": ["observer"],
     "quantise": ["quantise"],
     "quantize net.py:build --data x.npy": ["--output"],
@@ -457,7 +457,7 @@ def test_errors_are_json_too(sparsebit, work):
 # -- metrics ---------------------------------------------------------------------------------------------
 METRICS = {
     "net.py:acuracy": ["net.py:acuracy: net.py has no 'acuracy'"],
-    "net.py:THREE": ["--metric net.py:THREE: is no function", "(model, batches)"],
+    "net.py:THREE": ["--metric net.py:THREE: is not a function", "(model, batches)"],
     "no.py:metric": ["no.py: no such file"],
 }
 

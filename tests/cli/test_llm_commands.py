@@ -159,7 +159,7 @@ def test_talking_line_by_line(llama, sparsebit, monkeypatch):
 
 
 BAD = {
-    "llm quantize nowhere -o out": ["nowhere: is no folder with a config.json"],
+    "llm quantize nowhere -o out": ["nowhere: is not a folder with a config.json"],
     "llm quantize {model} -o out": ["gptq needs calibration data"],
     "llm quantize {model} --data no.txt -o out": ["no.txt: no such file", ".npy"],
     "llm quantize {model} --data empty.txt -o out": ["empty.txt: has 0 tokens"],
@@ -175,7 +175,10 @@ BAD = {
     "llm quantize {model} --data text.txt --group-size 96 -o out": ["128 inputs", "no multiple of 96"],
     "llm quantize broken --data text.txt -o out": ["broken/model.safetensors: cannot be read", "again"],
     "llm quantize bare --data text.txt -o out": ["bare: holds no tokenizer, which a text needs", ".npy"],
-    "llm quantize text.txt --data text.txt -o out": ["text.txt: is no folder", "that the file was made from"],
+    "llm quantize text.txt --data text.txt -o out": [
+        "text.txt: is not a folder",
+        "that the file was made from",
+    ],
     "llm eval {model} --data text.txt --length 65": ["--length 65: the model was made for 64 tokens"],
     "llm eval {model} --data other.npy": ["the token 99, but the model knows 32"],
     "llm quantize {model} --data text.txt --bits 5 -o out": ["bits: must be among", "got 5"],
@@ -185,9 +188,9 @@ BAD = {
         "--candidate-bits: expected 2,3,4, got 'two'"
     ],
     "llm quantize {model} --data text.txt -o full": ["--output full: is not empty", "--resume"],
-    "llm quantize {model} --data rows.jsonl -o out": ["rows.jsonl: is no plain text", "one .txt file"],
+    "llm quantize {model} --data rows.jsonl -o out": ["rows.jsonl: is not plain text", "one .txt file"],
     "llm quantize {model} --data texts -o out": ["texts: is a folder without .npz files"],
-    "llm quantize adapter --data text.txt -o out": ["adapter: is no folder", "adapter of PEFT; merge it"],
+    "llm quantize adapter --data text.txt -o out": ["adapter: is not a folder", "adapter of PEFT; merge it"],
     "llm quantize comma --data text.txt -o out": ["comma/config.json: cannot be read", "again"],
     "llm quantize half --data text.txt -o out": ["model-2.safetensors: is missing", "names it; download it"],
     "llm quantize newer --data text.txt -o out": ["knows no model type 'gpt9'; a newer version may"],
@@ -195,7 +198,10 @@ BAD = {
         "'mine'; the code in the folder is not run",
         "load the model",
     ],
-    "llm quantize vision -o out --method rtn": ["names no class under architectures", "'vit' is no language"],
+    "llm quantize vision -o out --method rtn": [
+        "names no class under architectures",
+        "'vit' is not a language",
+    ],
     "llm quantize {model} --data text.txt --candidate-bits 2,4 --average-bits 9 -o out": [
         "average_bits: must lie between the widths to choose from (2, 4), got 9.0"
     ],
@@ -222,7 +228,7 @@ BAD = {
     "llm eval deep --data text.txt": [
         "deep: 9 tensors of the model are not in its files, such as model.layers.2."
     ],
-    "llm eval full --data text.txt": ["full: is no folder with a config.json"],
+    "llm eval full --data text.txt": ["full: is not a folder with a config.json"],
     "llm chat {model} --json": ["--json: needs a --prompt"],
     "llm chat bare --prompt hello": ["bare: holds no tokenizer, which a text needs"],
 }

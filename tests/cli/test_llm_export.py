@@ -49,7 +49,7 @@ def test_a_folder_becomes_a_file(sparsebit, model, tmp_path):
     ("words", "said"),
     [
         ("", "--gguf: which file?"),
-        ("--gguf {there}", "is there already; name another file, or pass overwrite=True (--overwrite)"),
+        ("--gguf {there}", "already exists; name another file, or pass overwrite=True (--overwrite)"),
         ("--gguf {folder}", "is a folder"),
         ("--gguf {folder}/no/x.gguf", "its folder does not exist"),
         ("--gguf {folder}/x.gguf --outtype q5_k", "outtype: must be one of auto, f32"),
@@ -84,4 +84,4 @@ def test_a_file_that_llama_cpp_runs_otherwise_is_exit_code_1(sparsebit, model, t
 
 def test_a_folder_that_is_none(sparsebit, tmp_path):
     done = sparsebit(f"llm export {tmp_path} --gguf {tmp_path / 'x.gguf'}")
-    assert done.code == 2 and "is no folder with a config.json" in done.err
+    assert done.code == 2 and "is not a folder with a config.json" in done.err

@@ -209,7 +209,7 @@ def test_a_jpeg_as_weights_was_a_pickle_that_wants_to_run_code(sparsebit, work):
     Image = pytest.importorskip("PIL.Image")
     Image.new("RGB", (32, 32), (200, 30, 60)).save("cat.jpg")
     command = "check net.py:build --weights cat.jpg --input-shape 1,3,8,8"
-    refused(sparsebit, work, command, "cat.jpg: is no file of weights")
+    refused(sparsebit, work, command, "cat.jpg: is not a file of weights")
 
 
 # -- results ---------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_verify_of_a_folder_said_no_such_file(sparsebit, runs, work):
     assert done.code == 0 and "certificate      holds" in done.out
     refused(sparsebit, work, "verify nowhere", "nowhere: no such file")
     (work / "empty").mkdir()
-    refused(sparsebit, work, "verify empty", "is no folder of a run", "--run")
+    refused(sparsebit, work, "verify empty", "is not a folder of a run", "--run")
 
 
 def test_the_summary_always_shows_sqnr_against_float(sparsebit, more):

@@ -154,7 +154,7 @@ def test_a_graph_that_computes_something_else_is_not_used():
         def forward(self, x):
             return (
                 self.fc(x) if isinstance(x, Tensor) else x
-            )  # a proxy is no Tensor: the wrong branch is traced
+            )  # a proxy is not a Tensor: the wrong branch is traced
 
     gm = traced(Sneaky(), X)
     assert "another output" in gm.meta["islands"][""].error

@@ -323,7 +323,7 @@ def test_mistakes_are_refused_before_any_work(tmp_path):
     model = build("LlamaForCausalLM")
     path = tmp_path / "m.gguf"
     path.write_bytes(b"precious")
-    with pytest.raises(ExportError, match=r"m\.gguf: is there already; .*overwrite=True"):
+    with pytest.raises(ExportError, match=r"m\.gguf: already exists; .*overwrite=True"):
         export_gguf(model, path)
     assert path.read_bytes() == b"precious"
     with pytest.raises(ExportError, match="is a folder; name a file"):
@@ -332,7 +332,7 @@ def test_mistakes_are_refused_before_any_work(tmp_path):
         export_gguf(model, tmp_path / "no" / "m.gguf")
     with pytest.raises(ExportError, match=r"opt models cannot be written; there are: .*gemma2.*llama.*qwen3"):
         export_gguf(build("OPTForCausalLM"), tmp_path / "x.gguf")
-    with pytest.raises(ExportError, match=r"is no folder with a config.json"):
+    with pytest.raises(ExportError, match=r"is not a folder with a config.json"):
         export_gguf(tmp_path / "nowhere", tmp_path / "x.gguf")
     with pytest.raises(ExportError, match="expected a module or a folder, got dict"):
         export_gguf({}, tmp_path / "x.gguf")
@@ -351,7 +351,7 @@ def test_a_classifier_of_the_same_type_is_refused(tmp_path):
     from transformers import LlamaForSequenceClassification
 
     model = LlamaForSequenceClassification(build("LlamaForCausalLM").config)
-    with pytest.raises(ExportError, match="LlamaForSequenceClassification is no causal language model"):
+    with pytest.raises(ExportError, match="LlamaForSequenceClassification is not a causal language model"):
         export_gguf(model, tmp_path / "x.gguf")
 
 

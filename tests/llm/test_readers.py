@@ -107,7 +107,7 @@ def test_it_runs_or_was_refused(name, source, tmp_path):
 
 
 def test_experts_in_bfloat16_go_where_the_reader_sends_them(tmp_path):
-    """transformers rounds unpacked experts to bfloat16; a token that goes to another expert is no failure."""
+    """transformers rounds unpacked experts to bfloat16; a token that goes to another expert is not a failure."""
     sizes = {"n_routed_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 4, "hidden_size": 128}
     model, _ = ARCHITECTURES["DeepseekV3ForCausalLM"](**sizes)
     for parameter in model.parameters():
@@ -228,7 +228,7 @@ def test_576_inputs_run_without_a_word(tmp_path):
     assert [row.state for row in report.readers if row.reader in ("transformers", "vLLM")] == ["runs", "fits"]
     groups = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert {group["weights"]["group_size"] for group in groups.values()} == {64, 128}
-    with pytest.raises(ConfigError, match="576 inputs, which is no multiple of 128"):
+    with pytest.raises(ConfigError, match="576 inputs, which is not a multiple of 128"):
         llm.quantize(model, [batch], save=tmp_path / "b", method="rtn", group_size=128)
     assert not (tmp_path / "b").exists()
 

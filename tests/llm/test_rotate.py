@@ -142,5 +142,5 @@ def test_what_cannot_be_rotated_is_refused(tmp_path):
             return super().forward(x, angles) + x[..., :1]  # reads the stream past the norms
 
     model.layers[1].__class__ = Peek
-    with pytest.raises(ConfigError, match=r"layers\.1 gives another output when it is rotated"):
+    with pytest.raises(ConfigError, match=r"layers\.1 returns a different output when it is rotated"):
         run(model)

@@ -235,7 +235,11 @@ def test_rotated_architectures(tmp_path):
         with torch.no_grad():
             a, b = llm.load(tmp_path / kind)(tokens()[0]).logits, model(tokens()[0]).logits
         assert (a - b).abs().max() < 0.05 * b.abs().max()
-    for kind, why in {"Gemma2": "gives another output", "OPT": "LayerNorm", "GPTNeoX": "LayerNorm"}.items():
+    for kind, why in {
+        "Gemma2": "returns a different output",
+        "OPT": "LayerNorm",
+        "GPTNeoX": "LayerNorm",
+    }.items():
         with pytest.raises(ConfigError, match=why):
             llm.quantize(trained(kind), tokens(), save=tmp_path / kind, group_size=32, rotate=True)
 

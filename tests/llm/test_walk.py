@@ -73,7 +73,7 @@ def test_blocks_are_found_and_told():
 
 
 def test_a_list_can_be_named_and_a_wrong_one_is_refused():
-    with pytest.raises(ConfigError, match=r"'layer' is no ModuleList of this model; there are: layers"):
+    with pytest.raises(ConfigError, match=r"'layer' is not a ModuleList of this model; there are: layers"):
         llm.find_blocks(tiny(), "layer")
     with pytest.raises(ConfigError, match="no ModuleList of decoder blocks"):
         llm.find_blocks(nn.Conv2d(3, 3, 3))

@@ -3,19 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from sparsebit.errors import ConfigError, SparsebitError
+from sparsebit.errors import ConfigError
 from sparsebit.numeric import (
     QParams,
     QuantSpec,
     dequantize,
     fake_quantize,
-    pack_bits,
     qparams_from_minmax,
     quantize_to_int,
-    unpack_bits,
 )
 
 
@@ -151,31 +147,3 @@ def test_bits_are_checked():
     for bits in (0, 17, -1):
         with pytest.raises(ConfigError, match="between 1 and 16"):
             QuantSpec(bits)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    bits=st.integers(1, 8),
-    signed=st.booleans(),
-    rows=st.integers(1, 3),
-    n=st.integers(0, 40),
-    seed=st.integers(0, 99),
-)
-def test_packing_round_trip(bits, signed, rows, n, seed):
-    lo, hi = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
-    q = torch.randint(lo, hi, (rows, n), generator=torch.Generator().manual_seed(seed))
-    packed = pack_bits(q, bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (rows, -(-n * bits // 8))
-    assert torch.equal(unpack_bits(packed, bits, n, signed).long(), q)
-
-
-def test_packing_is_the_layout_of_onnx():
-    assert pack_bits(torch.tensor([1, 2, 3, -1]), 4).tolist() == [0x21, 0xF3]  # first value in the low nibble
-    assert pack_bits(torch.tensor([1, 2, 3, 0, 2]), 2).tolist() == [0b00111001, 0b10]
-
-
-def test_packing_refuses_what_does_not_fit():
-    with pytest.raises(SparsebitError, match="do not fit 4 bits"):
-        pack_bits(torch.tensor([16]), 4)
-    with pytest.raises(SparsebitError, match="do not fit"):
-        pack_bits(torch.tensor([-1, 9]), 4)

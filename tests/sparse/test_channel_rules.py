@@ -160,7 +160,7 @@ def test_what_is_divided_by_goes_with_the_channels(act):
 
 
 def test_squares_do_not_unmask_what_is_added_to_the_channels():
-    """A norm by hand divides by a mean over the channels, which is no zero where one of them goes."""
+    """A norm by hand divides by a mean over the channels, which is not a zero where one of them goes."""
 
     def norm(m, y, x):
         y = y + m.high

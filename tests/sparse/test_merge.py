@@ -66,7 +66,7 @@ def branch(block, x):
 
 def names(model, x):
     return [
-        (p.goes.name, p.stays.name, *p.widths) for p in find_pairs(traced(model, call_of(x, model)).eval())
+        (p.first.name, p.second.name, *p.widths) for p in find_pairs(traced(model, call_of(x, model)).eval())
     ]
 
 

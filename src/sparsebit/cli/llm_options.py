@@ -47,12 +47,12 @@ class Row:
     name: str
     kind: Any  # int, float, str or bool, or a function of the text
     help: str
-    methods: str = ""  # those that take it, where it is no keyword of llm.quantize itself
+    methods: str = ""  # those that take it, where it is not a keyword of llm.quantize itself
     flags: tuple[str, ...] = ()
     metavar: str | None = None
 
     def parameter(self) -> inspect.Parameter:
-        """As typer reads it; None stands for an option that is not given."""
+        """The option in the form of typer; None stands for an option that is not given."""
         if self.kind in (int, float, str, bool):
             plain = self.kind
         else:
@@ -75,7 +75,7 @@ class Row:
         )
 
     def value(self, given: Any) -> Any:
-        """What the API gets."""
+        """The value for the Python function."""
         if self.kind in (int, float, str, bool):
             return given
         try:
@@ -165,10 +165,10 @@ def with_table(function: Callable[..., None]) -> Callable[..., None]:
 
 def keywords_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given options, as keywords of `llm.quantize`."""
-    return dict(_said(given))
+    return dict(_given(given))
 
 
-def _said(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _given(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for row in TABLE:
         if given.get(row.name) is not None:
             yield row.name, row.value(given[row.name])

@@ -59,9 +59,7 @@ Changes = Annotated[
 Output = Annotated[
     Path, typer.Option("--output", "-o", metavar="DIR", help="a new folder for the run", show_default=False)
 ]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="go on with an interrupted run: skip what is finished")
-]
+Resume = Annotated[bool, typer.Option("--resume", help="resume an interrupted run: skip finished steps")]
 Export = Annotated[bool, typer.Option("--export/--no-export", help="write and check an ONNX file")]
 FixedBatch = Annotated[
     bool, typer.Option("--fixed-batch", help="the ONNX file takes only batches of --batch-size")
@@ -118,5 +116,5 @@ def _pairs(changes: list[str]) -> list[Any]:
         try:
             found += [key, yaml.safe_load(value)]
         except yaml.YAMLError:
-            raise InputError(f"--set {change}: {value!r} is no YAML value") from None
+            raise InputError(f"--set {change}: {value!r} is not a YAML value") from None
     return found

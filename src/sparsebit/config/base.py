@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class _Extra(NamedTuple):
-    """A key that is no field of `owner`, on its way to the validator."""
+    """A key that is not a field of `owner`, on its way to the validator."""
 
     owner: type[Config]
     name: str
@@ -108,7 +108,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def read_extra(cls, name: str, value: Any, info: ValidationInfo) -> Any:
-        """The checked value of a key that is no field; ConfigError if there is no such option."""
+        """The checked value of a key that is not a field; ConfigError if there is no such option."""
         raise UnknownOptionError(unknown_option(name, cls.option_names()))
 
     @classmethod
@@ -117,7 +117,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         return key in cls.model_fields
 
     def _absent(self, key: str) -> Any:
-        """The value of an option that is no field and was not given; AttributeError if there is none."""
+        """The value of an option that is not a field and was not given; AttributeError if there is none."""
         if key in type(self).__class_vars__:
             return getattr(type(self), key)
         raise AttributeError(key)
@@ -143,7 +143,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
                     value = literal(value)
             options[key] = value
         options = cls.prepare(options)
-        return {k: v if k in cls.model_fields else _Extra(cls, k, v) for k, v in options.items()}
+        found = {}
+        for k, v in options.items():
+            found[k] = v if k in cls.model_fields else _Extra(cls, k, v)
+        return found
 
     @model_validator(mode="after")
     def _verify(self, info: ValidationInfo) -> Self:
@@ -163,7 +166,7 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     @classmethod
     def load(cls, source: Any) -> Self:
-        """From a YAML file, a mapping, or another config (checked and copied). The result is frozen."""
+        """Read a config from a YAML file, a mapping, or another config (checked and copied). The result is frozen."""
         if not isinstance(source, (str, os.PathLike)):
             return cls._build(source)
         data = read_yaml(source)
@@ -198,10 +201,10 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
         options = self._options()
         fields = {name for name, value in options.items() if not isinstance(value, (Config, NewKey))}
         json_like = self.model_dump(mode="json", include=fields)
-        return {
-            name.upper(): json_like[name] if name in fields else _plain(value)
-            for name, value in options.items()
-        }
+        found: dict[str, Any] = {}
+        for name, value in options.items():
+            found[name.upper()] = json_like[name] if name in fields else _plain(value)
+        return found
 
     def dump(self, **options: Any) -> str:
         """The config as YAML; `options` are those of `yaml.dump`."""
@@ -346,11 +349,11 @@ class Config(DictForm, BaseModel):  # type: ignore[misc] # (pydantic iterates ov
 
     def _tree(self, new_keys: bool = True) -> dict[str, Any]:
         """The options as nested dicts."""
-        return {
-            name: value._tree(new_keys) if isinstance(value, Config) else value
-            for name, value in self._options().items()
-            if new_keys or not isinstance(value, NewKey)
-        }
+        found: dict[str, Any] = {}
+        for name, value in self._options().items():
+            if new_keys or not isinstance(value, NewKey):
+                found[name] = value._tree(new_keys) if isinstance(value, Config) else value
+        return found
 
     def _adopt(self, new: Config) -> None:
         """Take the values of `new` in place, so that references to sections stay good."""

@@ -33,10 +33,12 @@ def normalise(value: Any, info: ValidationInfo) -> list[dict[str, list[Any]]]:
         rules = value
     if not isinstance(rules, (list, tuple)) or not all(hasattr(rule, "items") for rule in rules):
         raise ConfigError(f"expected a list of {{pattern: [KEY, value, ...]}}, got {show(value)}")
-    return [
-        {str(pattern): _pairs(pairs, f"[{i}][{str(pattern)!r}]", read) for pattern, pairs in rule.items()}
-        for i, rule in enumerate(rules)
-    ]
+    found: list[dict[str, list[Any]]] = []
+    for i, rule in enumerate(rules):
+        found.append(
+            {str(pattern): _pairs(pairs, f"[{i}][{str(pattern)!r}]", read) for pattern, pairs in rule.items()}
+        )
+    return found
 
 
 Overrides = Annotated[list[dict[str, list[Any]]], BeforeValidator(normalise), WithJsonSchema(_SCHEMA)]
@@ -55,7 +57,10 @@ def _pairs(pairs: Any, where: str, read: Callable[[Any], Any]) -> list[Any]:
         raise ConfigError(
             f"{where}: expected a key such as QUANTIZER.BIT before each value, got {show(pairs)}"
         )
-    return [read(item) if i % 2 else item.upper() for i, item in enumerate(pairs)]
+    found: list[Any] = []
+    for i, item in enumerate(pairs):
+        found.append(read(item) if i % 2 else item.upper())
+    return found
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[Any]:
@@ -82,15 +87,14 @@ def variants(cfg: Any) -> Iterator[tuple[str, Any]]:
 def resolve(cfg: Any, names: Sequence[str]) -> Any:
     """The config of one layer, known as `names` (fx name, module path): SPECIFIC applied and dropped.
 
-    `cfg` has the fields `letter`, `specific` and `_resolved`.
-    Layers with the same overrides share one frozen result; `clone()` it before changing anything.
+    `cfg` has the fields `letter`, `specific` and `_resolved`. Layers with the same overrides share one frozen result;
+    `clone()` it before changing anything.
     """
-    matching = [
-        pairs
-        for rule in cfg.specific
-        for pattern, pairs in rule.items()
-        if any(map(_matcher(pattern), names))
-    ]
+    matching = []
+    for rule in cfg.specific:
+        for pattern, pairs in rule.items():
+            if any(map(_matcher(pattern), names)):
+                matching.append(pairs)
     if not cfg.is_frozen():
         return _apply(cfg, matching, names)
     cache: dict[str, Any] = cfg._resolved

@@ -42,9 +42,9 @@ def choices(cls: type[BaseModel]) -> dict[str, dict[str, str]]:
 @functools.cache
 def numbers(cls: type[BaseModel]) -> frozenset[str]:
     """The options that are numbers or true and false."""
-    kinds = {
-        name: get_args(field.annotation) or (field.annotation,) for name, field in cls.model_fields.items()
-    }
+    kinds = {}
+    for name, field in cls.model_fields.items():
+        kinds[name] = get_args(field.annotation) or (field.annotation,)
     return frozenset(
         name for name, found in kinds.items() if {bool, int, float} & {*found} and str not in found
     )

@@ -156,9 +156,8 @@ class Rule:
     name: str
     pattern: Pat
     rewrite: Callable[[Match], fx.Node | None]
-    declined: list[tuple[str, str]] = field(
-        default_factory=list, compare=False
-    )  # (anchor, reason), last apply
+    # (anchor, reason), last apply
+    declined: list[tuple[str, str]] = field(default_factory=list, compare=False)
 
     def apply(self, gm: fx.GraphModule) -> int:
         """Rewrite every place in one walk along the graph; returns how many places changed.

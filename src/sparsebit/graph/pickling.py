@@ -13,12 +13,8 @@ from typing import Any
 from torch import fx, nn
 
 OF_CODE = ("_graph", "_code", "_lineno_map", "_prologue_start")  # recompile() makes these
-OF_TRACE = (
-    "val",
-    "example_value",
-    "tensor_meta",
-    "from_node",
-)  # fake tensors, and notes of torch.export
+# fake tensors, and notes of torch.export
+OF_TRACE = ("val", "example_value", "tensor_meta", "from_node")
 
 
 @dataclass(frozen=True)
@@ -45,13 +41,14 @@ class Picklable:
 def to_data(gm: fx.GraphModule) -> dict[str, Any]:
     """The graph as plain values, and the state of the module."""
     as_ref = lambda value: fx.node.map_aggregate(value, _without_node)
-    nodes = [
-        {
-            "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
-            "meta": {key: value for key, value in n.meta.items() if key not in OF_TRACE},
-        }
-        for n in gm.graph.nodes
-    ]
+    nodes = []
+    for n in gm.graph.nodes:
+        nodes.append(
+            {
+                "call": (n.op, n.target, as_ref(n.args), as_ref(n.kwargs), n.name, n.type),
+                "meta": {key: value for key, value in n.meta.items() if key not in OF_TRACE},
+            }
+        )
     state = {key: value for key, value in vars(gm).items() if key not in OF_CODE}
     return {"name": type(gm).__name__, "nodes": nodes, "codegen": gm.graph._codegen, "state": state}
 

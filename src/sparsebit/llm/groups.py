@@ -35,7 +35,7 @@ def group_sizes(
     """
     if asked is not None:
         if force:
-            fit = inputs
+            fit = list(inputs)
         else:
             fit = [name for name in inputs if asked < 1 or inputs[name] % asked == 0]
         if weights is None or sum(weights[name] for name in fit) < (1 - LEFT_OUT) * sum(weights.values()):
@@ -76,9 +76,12 @@ def check_fit(inputs: Mapping[str, int], size: int) -> None:
     if not wrong:
         return
     widths = set(inputs.values())
-    fits = [str(n) for n in (256, *SIZES, 16) if all(width % n == 0 for width in widths)]
+    fits = []
+    for n in (256, *SIZES, 16):
+        if all(width % n == 0 for width in widths):
+            fits.append(str(n))
     raise ConfigError(
-        f"group_size: {wrong[0]} has {inputs[wrong[0]]} inputs, which is no multiple of {size}"
+        f"group_size: {wrong[0]} has {inputs[wrong[0]]} inputs, which is not a multiple of {size}"
         f"{f' ({len(wrong)} layers in all)' if len(wrong) > 1 else ''}, and readers run whole groups only; "
         f"leave group_size out, or use {', '.join([*fits, '-1 (whole rows)'])}"
     )

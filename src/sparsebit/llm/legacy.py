@@ -47,10 +47,12 @@ def read_legacy(path: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error}); name another file") from None
     except (EOFError, RuntimeError, pickle.UnpicklingError):
-        raise ConfigError(f"{path}: is no file of torch.save with plain values; write it again") from None
+        raise ConfigError(f"{path}: is not a file of torch.save with plain values; write it again") from None
     lost = [key for key in KEYS if not isinstance(found, dict) or key not in found]
     if lost:
-        raise ConfigError(f"{path}: is no checkpoint of convert.py, it has no {lost[0]!r}; name another file")
+        raise ConfigError(
+            f"{path}: is not a checkpoint of convert.py, it has no {lost[0]!r}; name another file"
+        )
     checkpoint: dict[str, Any] = found
     return checkpoint
 

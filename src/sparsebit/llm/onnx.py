@@ -92,9 +92,8 @@ class _Plain(nn.Module):
     def __init__(self, layer: QuantLinear) -> None:
         super().__init__()
         self.matrix = nn.Parameter(layer.quantized().dequantize().T.contiguous(), requires_grad=False)
-        if layer.bias is None:
-            self.bias = None
-        else:
+        self.bias: nn.Parameter | None = None
+        if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.float(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:

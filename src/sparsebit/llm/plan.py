@@ -51,9 +51,10 @@ def left_float(source: InMemory, specs: Mapping[str, QuantSpec]) -> dict[str, in
 def format_for(source: InMemory, name: str) -> Format:
     """The layout of that name; Conv1D layers of transformers, which keep their matrix turned, have a separate
     layout."""
-    layers = [
-        source.model.get_submodule(n) for n in source.layout.names() if n not in source.names.layer_files
-    ]
+    layers = []
+    for n in source.layout.names():
+        if n not in source.names.layer_files:
+            layers.append(source.model.get_submodule(n))
     if name == "compressed-tensors" and is_transformers(source.model) and any(is_conv1d(m) for m in layers):
         return FORMATS["turned"]()
     return FORMATS[name]()
@@ -144,7 +145,7 @@ def config_of(source: InMemory, job: Job, specs: Mapping[str, QuantSpec]) -> dic
 
 
 def _class_name(model: nn.Module, named: list[str]) -> str:
-    """As the source spells it, where only the spelling differs."""
+    """The class name in the spelling of the source, if only the spelling differs."""
     own = type(model).__name__
     if named and named[0].lower() == own.lower():
         return named[0]
@@ -152,7 +153,7 @@ def _class_name(model: nn.Module, named: list[str]) -> str:
 
 
 def reorders(job: Job) -> bool:
-    """Whether groups follow the order in which columns are solved, instead of being runs of inputs."""
+    """True if groups follow the order in which columns are solved, and are not runs of inputs."""
     options = {**job.method.options(), **job.options}
     in_order = bool(options.get("act_order", False))
     runs_of_inputs = bool(options.get("static_groups", True))

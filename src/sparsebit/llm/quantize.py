@@ -216,7 +216,7 @@ def _certificate(source: InMemory, job: Job, grids: Grids, decide: bool) -> Cert
 
 
 def _loses_a_reader(new: Certificate, old: Certificate) -> bool:
-    """Whether a reader that runs the `old` plan refuses the `new` one."""
+    """True if a reader that runs the `old` plan refuses the `new` one."""
     return any(verdict.reason and not old.verdicts[name].reason for name, verdict in new.verdicts.items())
 
 
@@ -295,7 +295,7 @@ class _Run:
 
 
 def _identity(source: InMemory, relay: Relay | None) -> dict[str, str]:
-    """What must be the same for a run to be continued, beside its arguments."""
+    """The facts that must be equal to resume a run, beside its arguments."""
     inputs: Iterable[Tensor] = []
     if relay is not None:
         inputs = relay.first.hidden
@@ -334,7 +334,7 @@ def _report(source: InMemory, job: Job, store: Store, certificate: Certificate, 
 
 
 def _sizes(source: InMemory, layers: Container[str]) -> dict[str, int]:
-    """How many weights each of `layers` has."""
+    """The number of weights of each of `layers`."""
     found = {}
     for i, block in enumerate(source.blocks):
         for name, size in layer_sizes(block, source.naming(i)).items():
@@ -358,9 +358,8 @@ def _finish(source: InMemory, job: Job, store: Store, certificate: Certificate) 
 
 def float_bytes(source: InMemory) -> int:
     """The size of the float model; tied weights count once."""
-    model = getattr(
-        source, "inner", source
-    ).model  # of the source before rotation: a rotated model has no tied weights
+    # of the source before rotation: a rotated model has no tied weights
+    model = getattr(source, "inner", source).model
     tied = tied_names(model)
     return sum(t.numel() * t.element_size() for n, t in source.names.state.items() if n not in tied)
 

@@ -17,7 +17,7 @@ MUCH = 0.1  # the report warns
 
 
 def share_of(left: Mapping[str, int], quantized: int) -> float:
-    """Of the weights in the blocks, those that stay float."""
+    """The share of the weights in the blocks that stays float."""
     return sum(left.values()) / max(quantized + sum(left.values()), 1)
 
 
@@ -30,15 +30,13 @@ class Report:
     folder: Path
     layout: Layout
     method: str
-    layers: dict[str, dict[str, Any]] = field(
-        repr=False
-    )  # bits, stored_bits, error (share of the output), note
+    # bits, stored_bits, error (share of the output), note
+    layers: dict[str, dict[str, Any]] = field(repr=False)
     sizes: dict[str, int] = field(repr=False)
     seconds: float = 0.0
     readers: tuple[Row, ...] = ()  # who runs it
-    left: dict[str, int] = field(
-        default_factory=dict, repr=False
-    )  # matrices in the blocks that stay float: weights
+    # matrices in the blocks that stay float: weights
+    left: dict[str, int] = field(default_factory=dict, repr=False)
     measured: Quality | None = (
         None  # of the whole model; None without data, or where it gives no scores of tokens
     )
@@ -46,12 +44,12 @@ class Report:
 
     @property
     def average_bits(self) -> float:
-        """Of the codes."""
+        """The mean number of bits of the codes."""
         return self._mean("bits")
 
     @property
     def stored_bits(self) -> float:
-        """With scales and zeros."""
+        """The mean number of stored bits per weight, with scales and zeros."""
         return self._mean("stored_bits")
 
     @property
@@ -63,7 +61,7 @@ class Report:
 
     @property
     def left_share(self) -> float:
-        """Of the weights in the blocks, those that stay float."""
+        """The share of the weights in the blocks that stays float."""
         return share_of(self.left, sum(self.sizes.values()))
 
     @property

@@ -197,7 +197,7 @@ def _pieces(x: Tensor, axis: int | None) -> tuple[int, int, int] | None:
 def _backward_in_pieces(
     x: Tensor, g: Tensor, s: Tensor, lo: Tensor, hi: Tensor, pieces: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same on pieces that stay in the cache: gs = sum(g c) - sum(gx v), c the clipped codes, v = x / s."""
+    """The backward on pieces that stay in the cache: gs = sum(g c) - sum(gx v), c the clipped codes, v = x / s."""
     outer, channels, inner = pieces
     gx = torch.empty_like(x)
     flat = [t.view(pieces) for t in (x, g, gx)]
@@ -205,7 +205,9 @@ def _backward_in_pieces(
     sums = x.new_zeros(2, channels)
     for i, c in product(range(outer), range(0, channels, step)):
         at = slice(c, c + step)
-        grid: list[Any] = [p.item() if channels == 1 else p[at, None] for p in (s, lo, hi)]
+        grid: list[Any] = []
+        for p in (s, lo, hi):
+            grid.append(p.item() if channels == 1 else p[at, None])
         for x_, g_, gx_ in zip(*(t[i, at].split(PIECE if step == 1 else inner, dim=1) for t in flat)):
             v = (x_ / grid[0]).clamp_(grid[1] - 1, grid[2] + 1)  # one code further out; and infinity is gone
             codes = v.round()

@@ -93,7 +93,7 @@ class Histogram:
             self._count(torch.stack([low, high], 1), 1)
 
     def merge(self, other: Histogram) -> None:
-        """As if everything `other` has seen had been added here."""
+        """Add the values of `other`, as if they had been added here."""
         self._raise(other.top.to(self.top.device))
         self._add_values([v.to(self.top.device) for v in other.values])
         if other.counts is not None:
@@ -125,7 +125,7 @@ class Histogram:
         return index.bitwise_xor_(sign).sub_(sign).add_(self.half)
 
     def _spill(self) -> Tensor:
-        """From here on count instead of keeping values."""
+        """Begin to count values instead of keeping them."""
         if self.counts is None:
             self.counts = self.top.new_zeros(len(self.top), 2 * self.half + 1, dtype=torch.int64)
             values = self.values

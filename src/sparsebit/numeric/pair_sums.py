@@ -83,7 +83,7 @@ def exact_scale(weight: Tensor, qparams: QParams, spec: QuantSpec) -> Tensor:
 
 
 def breaks_rule(codes: Tensor) -> Tensor:
-    """How many pairs of `codes`, (out, in, *kernel), add up to more than a 16-bit sum of two products holds."""
+    """Count the pairs of `codes`, (out, in, *kernel), whose sum is too large for a 16-bit sum of two products."""
     return (_pairs(in_sum_order(codes.float())).sum(-1).abs() > LARGEST_SUM).sum()
 
 

@@ -31,9 +31,8 @@ def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[T
     over the values per pair, then the neighbourhood of the best ones with the true error.
     """
     levels = spec.levels
-    unit = torch.maximum(-low, high).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )  # squares of float32 stay floats
+    # squares of float32 stay floats
+    unit = torch.maximum(-low, high).clamp(min=torch.finfo(torch.float32).tiny)
     low = (low / unit).double().clamp(max=0)
     high = (high / unit).double().clamp(min=0)
     bins = bins.over(unit)
@@ -111,7 +110,7 @@ def _clipping(bins: Bins, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _refine(bins: Bins, scale: Tensor, first: Tensor, levels: int, codes: int) -> tuple[Tensor, Tensor]:
-    """From each start (starts, channels) to the best grid nearby; the best of these, per channel."""
+    """Search near each start (starts, channels) for a better grid; return the best one per channel."""
     hop = levels / max(codes - 1, 1)
     spread = 0.08
     error = scale
@@ -172,7 +171,7 @@ def _blocks(scale: Tensor, size: int) -> Iterator[tuple[slice, list[slice]]]:
 
 
 def _clamp(code: Tensor, first: Tensor, levels: float) -> Tensor:
-    """In place; twice as fast as clamp_ with tensors for bounds."""
+    """Clamp in place, twice as fast as clamp_ with tensors for bounds."""
     return torch.minimum(torch.maximum(code, first, out=code), first + levels, out=code)
 
 
@@ -195,7 +194,7 @@ def linear_histogram(bins: Bins, high: Tensor, size: int = KL_BINS) -> Tensor:
 
 
 def kl_threshold(counts: Tensor, levels: Tensor) -> Tensor:
-    """How many of the bins of `counts` (channels, bins) to keep, per channel, for the least divergence.
+    """The number of bins of `counts` (channels, bins) to keep, per channel, for the least divergence.
 
     Candidate i: P is the first i bins with all counts beyond added to the last; Q is the first i bins merged
     into `levels` groups and spread evenly again over the bins that P fills. Sums over groups come from prefix

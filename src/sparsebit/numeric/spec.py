@@ -14,7 +14,7 @@ MAX_BITS = 16
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """What a tensor is rounded to. Symmetric: signed codes, zero point 0. Affine: unsigned codes.
+    """The kind of grid that a tensor is rounded to. Symmetric: signed codes, zero point 0. Affine: unsigned codes.
 
     `axis` is the channel axis, or None for one scale per tensor. `group` splits each channel of axis 0 into runs of
     that many values with a scale each (weights of Linear layers). `narrow` drops the lowest symmetric code, so that

@@ -26,7 +26,7 @@ def pack_words(values: Tensor, bits: int, axis: int = -1) -> Tensor:
         )
     rows = values.movedim(axis, -1)
     length = rows.shape[-1]
-    period = math.lcm(bits, 32) // bits  # values until a word starts anew
+    period = math.lcm(bits, 32) // bits  # values until a word starts again
     rows = F.pad(rows.int(), (0, -length % period)).unflatten(-1, (-1, period))
     words = torch.zeros(*rows.shape[:-1], period * bits // 32, dtype=torch.int64, device=values.device)
     for i in range(period):

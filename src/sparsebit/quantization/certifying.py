@@ -195,17 +195,17 @@ def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> Non
     """The biases of the file against the model's, before the model computes with them in (a)."""
     marks = written.marks
     lowered = written.lowered
-    scales = [
-        m.qparams.scale.item() for m in marks.values() if not m.is_weight and m.qparams.scale.numel() == 1
-    ]
+    scales = []
+    for m in marks.values():
+        if not m.is_weight and m.qparams.scale.numel() == 1:
+            scales.append(m.qparams.scale.item())
     with quantized(qmodel):
         for _, module in quant_oprs(qmodel.model):
             name = ""
             if module.weight_quantizer is not None:
                 name = module.weight_quantizer.name
-            has_bias = name in lowered.bias and hasattr(
-                module, "bias"
-            )  # a weight of an LSTM has no separate bias
+            # a weight of an LSTM has no separate bias
+            has_bias = name in lowered.bias and hasattr(module, "bias")
             own = module.current_bias if has_bias else None
             if own is not None:
                 weight_scale = runtime.as_array(marks[name].qparams.scale)
@@ -214,7 +214,7 @@ def check_biases(qmodel: Any, written: Written, certificate: Certificate) -> Non
 
 
 def wrong_values(bias: Bias, own: Array, weight_scale: Array, input_scales: list[float]) -> int:
-    """How many values of a bias are not the model's; all, where its grid is not input times weight."""
+    """Count the values of a bias that differ from the model's; all of them, if its grid is not input times weight."""
     input_scale = bias.step / np.resize(weight_scale, bias.step.shape)
     is_on_grid = any(np.allclose(input_scale, scale, rtol=1e-6, atol=0) for scale in input_scales)
     if own.shape != bias.values.shape or not is_on_grid:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsebit.errors import ExportError
 from sparsebit.export import files
 from sparsebit.export.backends import BACKENDS, Backend
+from sparsebit.export.backends.base import Problem
 from sparsebit.export.calls import as_batches, call_of, calls_of, some_calls_of, target_shapes
 from sparsebit.export.onnx.marks import Mark, emit
 from sparsebit.export.onnx.to_onnx import require, to_onnx
@@ -269,7 +270,7 @@ def exported_weight(quantizer: Quantizer, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pair_rule_of(qmodel: Any) -> str:
-    """How many weights follow the pair rule, and by how much it raises the error of their rounding."""
+    """A text: the number of weights that follow the pair rule, and the increase of their rounding error."""
     weights = [(q, w) for _, q, w in used_quantizers(qmodel) if w is not None and needs_rule(q.spec)]
     ruled = [(q, w) for q, w in weights if q.pair_rule]
     if not ruled:
@@ -322,7 +323,7 @@ def unit_scales(qmodel: Any) -> Iterator[bool]:
 
 
 def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
-    """How many scales calibration would give a weight."""
+    """The number of scales that calibration would give a weight."""
     spec = quantizer.spec
     if spec.group is not None:
         return weight.numel() // spec.group
@@ -332,7 +333,9 @@ def scale_count(quantizer: Quantizer, weight: Tensor) -> int:
 
 def refuse_problems(backend: Backend, marks: Mapping[str, Mark]) -> None:
     """Refuse, before any work, a model that the runtime cannot hold; the error lists all problems."""
-    found = [problem for mark in marks.values() for problem in backend.problems(mark)]
+    found: list[Problem] = []
+    for mark in marks.values():
+        found.extend(backend.problems(mark))
     if found:
         more = ""
         if len(found) > 5:

@@ -68,7 +68,7 @@ def is_active(quantizer: Quantizer | None) -> bool:
 
 
 def active_quantizers(module: nn.Module) -> list[Quantizer]:
-    """Those of one QuantOpr: weight first."""
+    """The active quantizers of one QuantOpr, that of the weight first."""
     if not isinstance(module, QuantOpr):
         return []
     return [q for q in (module.weight_quantizer, module.input_quantizer) if q is not None and is_active(q)]
@@ -137,9 +137,10 @@ def bits_label(gm: fx.GraphModule) -> Callable[[fx.Node], str]:
     def label(node: fx.Node) -> str:
         module = called_module(node, gm)
         if module is None:
-            found = {}
-        else:
-            found = {q: None for m in module.modules() for q in active_quantizers(m)}
+            return ""
+        found: dict[Quantizer, None] = {}
+        for m in module.modules():
+            found.update(dict.fromkeys(active_quantizers(m)))
         return " ".join(dict.fromkeys(f"{q.cfg.letter}{q.bit}" for q in found))
 
     return label

@@ -182,7 +182,8 @@ def drop_quantizers(gm: fx.GraphModule, state: State) -> list[str]:
 
 
 def add_missing(gm: fx.GraphModule, state: State) -> None:
-    """What our modules have and the original's had not. A quantizer that was not there is one without data."""
+    """Add the entries that the original's modules did not have. A quantizer that it did not have counts as one without
+    data."""
     for name, quantizer in quantizers_of(gm):
         for entry, value in NO_DATA.items():
             state.setdefault(f"{name}.{entry}", torch.tensor([value]))
@@ -207,7 +208,7 @@ def is_calibrated(name: str, state: State) -> bool:
 
 
 def translate(name: str, quantizer: Quantizer, state: State) -> None:
-    """What a kind of quantizer keeps in another way than the original."""
+    """Convert the entries that a kind of quantizer stores in another form than the original."""
     layer = name.rpartition(".")[0]
     weight = None
     if name.endswith("weight_quantizer"):

@@ -11,7 +11,7 @@ Every pass is `fn(gm, ctx) -> number of places it changed`; `run_passes` skips, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -175,7 +175,7 @@ def _replacement(node: fx.Node, gm: fx.GraphModule, ctx: BuildContext) -> type[n
 
 
 def _is_skipped(node: fx.Node, ctx: BuildContext) -> bool:
-    patterns = ()
+    patterns: Sequence[str] = ()
     if node.op == "call_module":
         patterns = ctx.config.skip_trace_modules
     names = (str(node.target), str(node.meta.get("path", "")))

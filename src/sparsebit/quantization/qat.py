@@ -91,7 +91,7 @@ def batch_norms(model: nn.Module) -> list[Any]:
 
 
 def freeze_batchnorm(qmodel: QuantModel, affine: bool = False) -> None:
-    """From now on batch norms use their running statistics, also in train mode; `affine` stops their weights too."""
+    """Make batch norms use their running statistics, also in train mode; `affine` freezes their weights too."""
     qmodel.norms_frozen = True
     qmodel.train(qmodel.training)
     if affine:
@@ -185,9 +185,10 @@ class FeatureMatch:
     """
 
     def __init__(self, qmodel: QuantModel, teacher: nn.Module, layers: list[str] | None = None):
-        ours = {
-            str(n.meta.get("path")): str(n.target) for n in qmodel.model.graph.nodes if n.op == "call_module"
-        }
+        ours = {}
+        for n in qmodel.model.graph.nodes:
+            if n.op == "call_module":
+                ours[str(n.meta.get("path"))] = str(n.target)
         theirs = dict(teacher.named_modules())
         if layers is None:
             weighted = (nn.Linear, nn.modules.conv._ConvNd)

@@ -96,7 +96,7 @@ class ScheduleConfig(Config):
         return True
 
     def enabled(self, task: str) -> bool:
-        """Whether a pass runs; a pass that the config does not mention runs."""
+        """True if a pass runs. A pass that the config does not mention runs."""
         return bool(self._options().get(self.key(task), True))
 
     @classmethod
@@ -145,7 +145,7 @@ class QAddConfig(Config):
 
 
 class TensorConfig(Config):
-    """What W and A have in common: how one kind of tensor is quantized."""
+    """The common part of W and A: how one kind of tensor is quantized."""
 
     letter: ClassVar[str] = ""  # its key in the YAML
     target: ClassVar[tuple[QuantTarget, ...]] = ()
@@ -265,7 +265,7 @@ class QuantConfig(Config):
 
     @classmethod
     def load(cls, source: Any = None) -> QuantConfig:
-        """From a YAML file, a preset by name, a mapping, or a QuantConfig; None is the default preset.
+        """Read a config from a YAML file, a preset by name, a mapping, or a QuantConfig; None is the default preset.
 
         A file, and a mapping that names a BACKEND, is the whole config. Any other mapping changes the default preset.
         """
@@ -295,7 +295,8 @@ class QuantConfig(Config):
 
     @property
     def taken(self) -> str:
-        """What a mapping without BACKEND was put on: `preset w8a8 with A.OBSERVER.TYPE: mse`. Else empty."""
+        """The preset that a mapping without BACKEND changed: `preset w8a8 with A.OBSERVER.TYPE: mse`. Otherwise
+        empty."""
         return self._taken
 
 
@@ -355,7 +356,7 @@ def verify_schedule(cfg: QuantConfig) -> None:
 def _beyond(
     cfg: QuantConfig, limits: Mapping[str, Sequence[Any]], read: Callable[[TensorConfig], Any]
 ) -> Iterator[tuple[str, TensorConfig, Sequence[Any]]]:
-    """Where a quantized tensor, by default or by SPECIFIC, is outside the limits of the backend."""
+    """The places where a quantized tensor, by default or by SPECIFIC, is outside the limits of the backend."""
     for base in (cfg.w, cfg.a):
         allowed = limits.get(base.letter)
         if allowed is None:

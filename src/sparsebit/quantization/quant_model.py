@@ -122,7 +122,9 @@ class QuantModel(nn.Module):
 
     def _run_fuse_operations(self) -> None:
         """Fold batch norms, and switch off the quantizers that no runtime has; then the passes of the user."""
-        own = [p if isinstance(p, GraphPass) else GraphPass(p.__name__, p) for p in self._options["passes"]]
+        own = []
+        for p in self._options["passes"]:
+            own.append(p if isinstance(p, GraphPass) else GraphPass(p.__name__, p))
         self._run_passes([*FUSE_PASSES, *own, *FINAL_PASSES])
 
     def _choose_front_end(self, model: Any) -> None:
@@ -157,7 +159,7 @@ class QuantModel(nn.Module):
         if self.model.meta["fixed"]:
             refuse_other_inputs(self.model, args, kwargs)
         if not torch.compiler.is_compiling() and self._graph_changed():
-            reuse_memory(self.model)  # look again at who reads what
+            reuse_memory(self.model)  # the readers of values may have changed
             self._watch_graph()
         running = self.model.meta["running"]
         running.add("forward")
@@ -224,10 +226,9 @@ class QuantModel(nn.Module):
         """Compute scales and zero points from the observed values.
 
         `asym` calibrates each layer on the outputs of its quantized predecessors; `w_quant` and `a_quant` choose
-        whether their weights and activations are quantized (both, if neither is named). All batches then walk the graph
-        together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type adaround
-        are
-        reconstructed next; `checkpoint` and `progress` are those of reconstruct().
+        whether their weights and activations are quantized (both, if neither is named). All batches then walk the
+        graph together; `offload` is the place where their values wait: "device", "cpu" or "disk". Weights of type
+        adaround are reconstructed next; `checkpoint` and `progress` are those of reconstruct().
         """
         from sparsebit.quantization.reconstruction.reconstruct import needs_reconstruction, reconstruct
 
@@ -333,7 +334,7 @@ class QuantModel(nn.Module):
 
     @property
     def front_end(self) -> str:
-        """What traced the model: "fx" or "export"."""
+        """The front-end that traced the model: "fx" or "export"."""
         return "export" if "by_export" in self.model.meta else "fx"
 
     @property
@@ -344,7 +345,7 @@ class QuantModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the model lives; config.DEVICE until it has a parameter to ask."""
+        """The device of the model; config.DEVICE if the model has no parameters."""
         return device_of(self.model) or torch.device(self.cfg.device)
 
     # -- files ---------------------------------------------------------------------------------------

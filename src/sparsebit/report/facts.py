@@ -10,7 +10,8 @@ HURT_MOST = 3
 
 @dataclass
 class Histogram:
-    """What one quantizer rounds: counts of equal bins between `low` and `high`, and the range that its codes hold."""
+    """The values that one quantizer rounds: counts of equal bins between `low` and `high`, and the range of its
+    codes."""
 
     label: str  # W8
     low: float

@@ -41,7 +41,7 @@ def span(low: float, high: float) -> str:
 
 
 def busy(cores: float | None) -> str:
-    """What to say beside times, where other programs took so many cores meanwhile; empty where they hardly did."""
+    """A remark for times: other programs used this many cores at the same time. Empty if they hardly did."""
     if cores is None or cores < MUCH:
         return ""
     return f"other programs took {cores:.1f} cores meanwhile, so both times may be too long"

@@ -22,7 +22,7 @@ from sparsebit.report.llm_facts import llm_facts
 def read_facts(folder: Path) -> Facts:
     about = _read(folder / "run.json")
     if about is None:
-        raise SparsebitError(f"{folder}: is no folder of a run: it has no run.json")
+        raise SparsebitError(f"{folder}: is not a folder of a run: it has no run.json")
     try:
         if "steps" not in about and "layers" in about:  # a run of sparsebit.llm, which writes other files
             return llm_facts(folder, about, sparsebit.__version__)
@@ -118,7 +118,7 @@ def _add_noise(layers: list[Layer], profile: Any) -> None:
 
 
 def _together(profile: Any) -> Iterator[str]:
-    """What the suggested overrides bring, tried together."""
+    """The gain of all suggested overrides together."""
     if profile.get("together") is not None:
         before = float(profile["total"])
         after = float(profile["together"])

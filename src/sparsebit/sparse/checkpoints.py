@@ -22,7 +22,7 @@ MASKED_THEN = (nn.Conv2d, nn.Linear)
 
 
 def as_written_here(smodel: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same state with the keys of `smodel`. Unknown keys stay, and torch reports them."""
+    """A state dict with the keys of `smodel`. Unknown keys stay, and torch reports them."""
     own = smodel.state_dict()
     if not isinstance(state, Mapping) or own.keys() == state.keys():
         return state

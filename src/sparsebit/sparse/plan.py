@@ -40,9 +40,8 @@ class Plan:
     reasons: list[str] = field(default_factory=list)  # why some channels could not be removed
     makes: dict[str, int] = field(default_factory=dict)  # the axis of the channels that a layer makes
     heads: Heads = "whole"
-    merged: list[str] = field(
-        default_factory=list
-    )  # blocks that were merged into the next one, before channels were removed
+    # blocks that were merged into the next one, before channels were removed
+    merged: list[str] = field(default_factory=list)
     shortened: list[str] = field(default_factory=list)  # branches that a linear layer replaces
     as_written: bool | None = None  # is the result of the model's class, or a graph? None: unknown
 
@@ -70,13 +69,12 @@ class Plan:
             body = json.loads(Path(path).read_text("utf-8"))
             if body.pop("version") != VERSION:
                 raise ValueError("another version")
-            kept = {
-                k: {int(a): list(map(int, i)) for a, i in axes.items()}
-                for k, axes in body.pop("kept").items()
-            }
+            kept = {}
+            for k, axes in body.pop("kept").items():
+                kept[k] = {int(a): list(map(int, i)) for a, i in axes.items()}
             return cls(kept=kept, **body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SparsebitError(f"{path}: is no pruning plan of this version: {error}") from None
+            raise SparsebitError(f"{path}: is not a pruning plan of this version: {error}") from None
 
     def apply(self, model: nn.Module, example: Any = None) -> nn.Module:
         """A copy of `model` with the same cut. Weights that were saved from the pruned model load into it."""

@@ -18,7 +18,7 @@ SHAPES = {"cubic": lambda t: 1 - (1 - t) ** 3, "linear": lambda t: t, "one-shot"
 
 
 class Schedule:
-    """From step `start` on, for `steps` calls of step(), the masks are computed anew every `every` calls."""
+    """Computes the masks again every `every` calls of step(), from step `start` on, for `steps` calls."""
 
     def __init__(self, smodel: Any, steps: int, every: int = 1, start: int = 0, shape: str = "cubic"):
         if shape not in SHAPES:

@@ -70,7 +70,7 @@ class SparserConfig(PluginConfig):
         "whole", description="structured, of attention: a head goes, or the same dimension of every head"
     )
     refit: bool = Field(
-        True, description="structured, with batches: layers that read what goes make up for it"
+        True, description="structured, with batches: layers behind a cut compensate the removed inputs"
     )
     specific: Overrides = Field([], description="overrides per layer: [{pattern: [KEY, value, ...]}]")
 

@@ -132,9 +132,8 @@ class SparseModel(nn.Module):
         if origins is None:
             sharing.own_memory(plain)
         else:
-            if (
-                self.cfg.sparser.type == "structured"
-            ):  # refit() compares with this copy, because training changes the model
+            # refit() compares with this copy, because training changes the model
+            if self.cfg.sparser.type == "structured":
                 self._hidden["given"] = own_copy(source)
             sharing.share(plain, source, origins)
         self.model = sharing.copy_over_same(plain)
@@ -197,7 +196,7 @@ class SparseModel(nn.Module):
         return self
 
     def tune_batchnorm(self, batches: Any, progress: bool | None = None) -> SparseModel:
-        """Estimate the statistics of batch norms anew for the masked model; needs no targets."""
+        """Estimate the statistics of batch norms again for the masked model; needs no targets."""
         self._part("tune_batchnorm")
         calls = Batches(self, batches, progress, "pruning", once=True)
         with calls.named():
@@ -271,9 +270,10 @@ class SparseModel(nn.Module):
             )
         if example is not None:
             self.example = call_of(example, self)
-        budget = {
-            k: v for k, v in (("macs", macs), ("params", params), ("latency", latency)) if v is not None
-        }
+        budget = {}
+        for k, v in (("macs", macs), ("params", params), ("latency", latency)):
+            if v is not None:
+                budget[k] = v
         if budget and share != 1.0:
             raise ConfigError(
                 f"share: scales the ratios, and {next(iter(budget))} is a budget; leave out one"
@@ -349,12 +349,14 @@ class SparseModel(nn.Module):
 
     def sparsity(self) -> dict[str, float]:
         """The share of masked weights of each layer."""
-        return {
-            f"{path}.{name}".removesuffix(".weight"): float((opr.mask_of(name) == 0).float().mean())
-            for path, opr in self.oprs().items()
-            for name, p in opr.layer_parameters().items()
-            if p.dim() > 1
-        }
+        found: dict[str, float] = {}
+        for path, opr in self.oprs().items():
+            for name, p in opr.layer_parameters().items():
+                if p.dim() > 1:
+                    found[f"{path}.{name}".removesuffix(".weight")] = float(
+                        (opr.mask_of(name) == 0).float().mean()
+                    )
+        return found
 
     def export_onnx(
         self,

@@ -74,4 +74,4 @@ def tracked(items: Iterable[T], progress: bool | None, label: str = "calibrating
 
 
 def _show_nothing(done: float, text: str) -> None:
-    """Where no bar is wanted."""
+    """A bar that is not shown."""

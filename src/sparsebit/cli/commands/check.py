@@ -57,7 +57,7 @@ def check(
 
 
 def _pruning(net: Any, batch: Any) -> dict[str, Any]:
-    """How many channels of each parameter could go, and why others must stay."""
+    """Count the channels of each parameter that can be removed, and collect the reasons for the others."""
     from torch import nn
 
     from sparsebit.errors import SparsebitError
@@ -69,11 +69,10 @@ def _pruning(net: Any, batch: Any) -> dict[str, Any]:
         walk: Walk = walk_of(net, example_of(net, batch))
     except (SparsebitError, RuntimeError) as error:
         return {"layers": {}, "fixed": [one_line(error)]}
-    layers = {
-        part.path.removesuffix(".weight"): {"channels": len(part.labels), "may_go": int(free)}
-        for part in walk.slices.values()
-        if part.produces and (free := (walk.labels.roots(part.labels) != 0).sum())
-    }
+    layers = {}
+    for part in walk.slices.values():
+        if part.produces and (free := (walk.labels.roots(part.labels) != 0).sum()):
+            layers[part.path.removesuffix(".weight")] = {"channels": len(part.labels), "may_go": int(free)}
     return {"layers": layers, "fixed": sorted(set(walk.labels.why_fixed.values()))}
 
 

@@ -29,7 +29,7 @@ def init(
     source = preset_path(preset)
     assert source is not None
     if output.exists():
-        raise InputError(f"{output}: is there already; name another file with --output")
+        raise InputError(f"{output}: already exists; name another file with --output")
     write_whole(output, source.read_bytes())
     show(
         {"file": str(output), "preset": preset},

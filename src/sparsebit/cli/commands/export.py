@@ -39,7 +39,7 @@ def export(
 
     path = output or run / steps.ONNX
     if path.exists():
-        raise InputError(f"{path}: is there already; name another file with --output")
+        raise InputError(f"{path}: already exists; name another file with --output")
     if backend is not None and backend not in BACKENDS:
         raise InputError(f"--backend {backend}: no such backend{BACKENDS.hint(backend)}")
     if backend is not None and opened.command != "quantize":

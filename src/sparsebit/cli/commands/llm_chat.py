@@ -23,7 +23,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.0,
     json: options.Json = False,
 ) -> None:
-    """Let a model, quantized or not, go on with a prompt; without --prompt, line by line until Ctrl-D."""
+    """Let a model, quantized or not, continue a prompt; without --prompt, line by line until Ctrl-D."""
     from sparsebit.cli.inputs.tokens import load_model, load_tokenizer, model_folder
 
     source = model_folder(folder)

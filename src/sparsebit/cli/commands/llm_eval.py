@@ -37,7 +37,10 @@ def evaluate(
             f"{folder}: {name} reads one text and writes another; perplexity of one text is not defined"
         )
     length = check_tokens(data, tokens, model.config, length)
-    rows = [r for r in (tokens.split(length) if tokens.dim() == 1 else tokens) if len(r) > 1]
+    rows = []
+    for r in tokens.split(length) if tokens.dim() == 1 else tokens:
+        if len(r) > 1:
+            rows.append(r)
     total = sum(math.log(perplexity(model, r[None])) * (len(r) - 1) for r in tracked(rows, None, "measuring"))
     count = sum(len(r) - 1 for r in rows)
     value = math.exp(total / count)

@@ -49,7 +49,7 @@ def quantize(
     try:
         report = library.quantize(source, batches, save=output, **keywords)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; finished blocks are kept. Go on with:\n  {again()}") from None
+        raise Interrupted(f"interrupted; finished blocks are kept. Resume with:\n  {again()}") from None
     except ReaderError as error:
         show({"ok": False, "folder": str(output), "error": str(error)}, str(error.report), json)
         show_error(str(error))
@@ -89,4 +89,4 @@ def _check_output(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output {folder}: is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not resume:
-        raise InputError(f"--output {folder}: is not empty; name a new folder, or go on with --resume")
+        raise InputError(f"--output {folder}: is not empty; name a new folder, or resume it with --resume")

@@ -31,6 +31,6 @@ def report(
     text = render(run, style)
     path = output or run / f"report.{style}"
     if output is not None and path.exists():
-        raise InputError(f"{path}: is there already; name another file with --output")
+        raise InputError(f"{path}: already exists; name another file with --output")
     write_whole(path, text.encode())
     show({"file": str(path), "bytes": len(text.encode())}, f"wrote {path}", json)

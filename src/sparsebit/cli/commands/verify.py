@@ -37,7 +37,7 @@ def verify(
     folder = run or file.parent
     if run is None and not (folder / ABOUT).is_file():
         raise InputError(
-            f"{file}: {folder} is no folder of a run: it has no run.json; name the run with --run"
+            f"{file}: {folder} is not a folder of a run: it has no run.json; name the run with --run"
         )
     start()
     import sparsebit
@@ -71,5 +71,5 @@ def file_of(folder: Path) -> Path:
             f"{folder}: holds a language model, no ONNX file; measure it with: sparsebit llm eval"
         )
     raise InputError(
-        f"{folder}: is no folder of a run: it has no run.json; name a file, and its run with --run"
+        f"{folder}: is not a folder of a run: it has no run.json; name a file, and its run with --run"
     )

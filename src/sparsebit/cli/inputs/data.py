@@ -43,7 +43,7 @@ def load_batches(
             f"{spec}: pickles can run code, so they are refused; save an .npy or .npz, or {FORMS}"
         )
     else:
-        raise InputError(f"{spec}: is no known form of data; --data takes {FORMS}")
+        raise InputError(f"{spec}: is not a known form of data; --data takes {FORMS}")
     if not batches:
         raise InputError(f"{spec}: has no samples; a few dozen are enough")
     _refuse_non_finite(spec, batches)
@@ -70,7 +70,7 @@ def random_batch(shape: tuple[int, ...]) -> Any:
 
 
 def absolute(spec: str) -> str:
-    """The same data, named from anywhere."""
+    """The name of the data with an absolute path."""
     where, _, name = spec.rpartition(":")
     if where.endswith(".py"):
         return f"{Path(where).resolve()}:{name}"
@@ -112,11 +112,16 @@ def _arrays(
                 f"--input-shape asks for {_text_shape(shape[1:])}"
             )
     tensors = {name: _tensor(path, name, a[:samples], model) for name, a in arrays.items()}
-    split = {name: t.split(batch_size) if len(t) else () for name, t in tensors.items()}
+    split = {}
+    for name, t in tensors.items():
+        split[name] = t.split(batch_size) if len(t) else ()
     names = _argument_names(path, model, list(split))
     if names:
         return [dict(zip(names, parts)) for parts in zip(*split.values())]
-    return [parts[0] if len(parts) == 1 else parts for parts in zip(*split.values())]
+    result: list[Any] = []
+    for parts in zip(*split.values()):
+        result.append(parts[0] if len(parts) == 1 else parts)
+    return result
 
 
 def _is_pickled(error: ValueError) -> bool:
@@ -135,7 +140,7 @@ def _argument_names(path: Path, model: Any, names: list[str]) -> list[str]:
         return names
     if names[: len(fitting)] != known[: len(fitting)]:  # else: labels behind the inputs, as in (x, y)
         strange = ", ".join(name for name in names if name not in known)
-        raise InputError(f"{path}: {strange} is no argument of the model; it takes {', '.join(known)}")
+        raise InputError(f"{path}: {strange} is not an argument of the model; it takes {', '.join(known)}")
     return []
 
 
@@ -189,7 +194,7 @@ def _image(path: Path, shape: tuple[int, ...]) -> Any:
         with Image.open(path) as opened:
             image = opened.convert("RGB" if channels == 3 else "L")
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise InputError(f"{path}: is no image that can be read: {one_line(error)}") from None
+        raise InputError(f"{path}: is not an image that can be read: {one_line(error)}") from None
     scale = max(height / image.height, width / image.width) / 0.875
     size = (max(round(image.width * scale), width), max(round(image.height * scale), height))
     image = image.resize(size, Image.Resampling.BILINEAR)

@@ -46,7 +46,10 @@ def _sizes(model: Any, batch: Any) -> set[int]:
     import torch
 
     values = _named(model, batch).values()
-    return {v.shape[0] if isinstance(v, torch.Tensor) and v.dim() else 0 for v in values}
+    found: set[int] = set()
+    for v in values:
+        found.add(v.shape[0] if isinstance(v, torch.Tensor) and v.dim() else 0)
+    return found
 
 
 def _doubled(batch: Any) -> Any:

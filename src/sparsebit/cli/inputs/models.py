@@ -39,7 +39,7 @@ def load_model(spec: str, weights: str | None = None) -> Any:
     elif ":" not in spec and not spec.endswith(".py"):
         if (Path(spec) / "run.json").is_file():
             raise InputError(f"{spec}: is the folder of a run; name the model that it was made from")
-        raise InputError(f"{spec}: is no model; write {FORMS}")
+        raise InputError(f"{spec}: is not a model; write {FORMS}")
     else:
         model = _of_factory(spec)
     if weights is not None:
@@ -63,7 +63,7 @@ def _in_float32(spec: str, model: Any) -> Any:
 
 
 def absolute(spec: str) -> str:
-    """The same model, named from anywhere."""
+    """The name of the model with an absolute path."""
     kind, _, rest = spec.partition(":")
     if kind == "hf":
         return f"hf:{Path(rest).resolve()}"
@@ -103,7 +103,7 @@ def _exported(path: Path) -> Any:
         return torch.export.load(str(path))
     except Exception as error:  # torch.export.load raises errors of many libraries
         raise InputError(
-            f"{path}: is no exported program that can be read safely: {one_line(error)}"
+            f"{path}: is not an exported program that can be read safely: {one_line(error)}"
         ) from None
     finally:
         if before is None:
@@ -139,7 +139,7 @@ def _torchvision(spec: str, name: str) -> Any:
 
 def _hugging_face(spec: str, folder: str) -> Any:
     if not (Path(folder) / "config.json").is_file():
-        raise InputError(f"{spec}: {folder} is no folder with a config.json; download the model first")
+        raise InputError(f"{spec}: {folder} is not a folder with a config.json; download the model first")
     transformers = optional("transformers", spec)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()

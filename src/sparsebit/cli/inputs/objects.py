@@ -15,7 +15,7 @@ from sparsebit.cli.terminal.output import InputError, did_you_mean, one_line
 
 
 def find_object(spec: str) -> Any:
-    """What `spec` names; the file's own folder, or the current one, is on the path as for a script."""
+    """The object that `spec` names. The folder of the file, or the current one, is on the path as for a script."""
     where, _, name = spec.rpartition(":")
     if not where or not name:
         raise InputError(f"{spec}: which function of it? write {spec.strip(':')}:name")
@@ -80,7 +80,7 @@ def _of_package(spec: str, name: str) -> ModuleType:
 
 
 def _place(error: BaseException) -> str:
-    """Where in the user's code, if it is there."""
+    """The file and line of the user's code that raised the error, or ""."""
     if isinstance(error, SyntaxError):
         return f" at line {error.lineno}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]

@@ -13,14 +13,8 @@ from sparsebit.cli.inputs.objects import call
 from sparsebit.cli.terminal.output import InputError, one_line
 
 FORMS = "a .txt file, an .npy file of tokens, or an .npz file of a processor's batch (or a folder of them)"
-TABLES = {
-    ".arrow",
-    ".csv",
-    ".json",
-    ".jsonl",
-    ".parquet",
-    ".tsv",
-}  # their text holds more than the document
+# their text holds more than the document
+TABLES = {".arrow", ".csv", ".json", ".jsonl", ".parquet", ".tsv"}
 USUAL_LENGTH = 512
 
 
@@ -33,7 +27,7 @@ def model_folder(spec: str) -> Path:
             way = "it holds an adapter of PEFT; merge it into its model, and save that with save_pretrained()"
         if folder.is_file():
             way = "give the folder of transformers, with config.json and safetensors, that the file was made from"
-        raise InputError(f"{spec}: is no folder with a config.json; {way}")
+        raise InputError(f"{spec}: is not a folder with a config.json; {way}")
     if importlib.util.find_spec("transformers") is None:
         raise InputError(
             "language models need the package transformers: pip install 'sparsebit[llm]'; or use "
@@ -94,7 +88,7 @@ def read_tokens(spec: str, folder: Path) -> Any:
     if not path.is_file():
         raise InputError(f"{spec}: no such file; --data takes {FORMS}")
     if path.suffix in TABLES:
-        raise InputError(f"{spec}: is no plain text; write the texts of its rows into one .txt file")
+        raise InputError(f"{spec}: is not plain text; write the texts of its rows into one .txt file")
     if path.suffix == ".npy":
         return _of_array(path)
     import torch
@@ -106,7 +100,7 @@ def read_tokens(spec: str, folder: Path) -> Any:
     tokenizer = load_tokenizer(folder)
     found = call(str(path), lambda: tokenizer(text, add_special_tokens=False, verbose=False))["input_ids"]
     if len(found) < 2:
-        raise InputError(f"{spec}: has {len(found)} tokens; some thousand are a good start")
+        raise InputError(f"{spec}: has {len(found)} tokens; a few thousand are a good start")
     return torch.tensor(found)
 
 
@@ -137,14 +131,14 @@ def check_tokens(spec: str, tokens: Any, config: Any, length: int | None) -> int
         )
     most = positions_of(config)
     if most is not None and length is not None and length > most:
-        raise InputError(f"--length {length}: the model was made for {most} tokens; say {most} or less")
+        raise InputError(f"--length {length}: the model was made for {most} tokens; give {most} or less")
     if most is not None and tokens.dim() == 2 and tokens.shape[1] > most:
         raise InputError(f"{spec}: has sequences of {tokens.shape[1]} tokens; the model was made for {most}")
     return length or min(USUAL_LENGTH, most or USUAL_LENGTH)
 
 
 def is_batches(spec: str) -> bool:
-    """Whether `--data` names batches of a processor, not tokens."""
+    """True if `--data` names batches of a processor, not tokens."""
     path = Path(spec)
     return path.suffix == ".npz" or (path.is_dir() and any(path.glob("*.npz")))
 

@@ -83,7 +83,7 @@ def _torch_file(path: Path) -> Any:
     if start[8:] == b"{":  # safetensors under another name
         return _safetensors(path)
     if start and start[:1] not in (b"P", b"\x80"):  # a zip, or the first byte of a pickle
-        raise InputError(f"{path}: is no file of weights: neither safetensors nor written by torch.save")
+        raise InputError(f"{path}: is not a file of weights: neither safetensors nor written by torch.save")
     refuse_scripted_file(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

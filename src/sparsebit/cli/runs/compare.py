@@ -170,7 +170,10 @@ def best_times(files: Mapping[str, Path], example: Any) -> dict[str, Any]:
 
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
     sessions = {name: session(file) for name, file in files.items()}
-    shapes = [i.shape for s in sessions.values() for i in s.get_inputs()]
+    shapes = []
+    for s in sessions.values():
+        for i in s.get_inputs():
+            shapes.append(i.shape)
     if shapes and all(shape and isinstance(shape[0], str) for shape in shapes):
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
     given = {name: feeds(s, args, kwargs) for name, s in sessions.items()}
@@ -203,7 +206,7 @@ def _why_float(file: Path) -> dict[str, str]:
 
 
 def _cores() -> list[int]:
-    """Those this process may use."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
@@ -223,7 +226,7 @@ def machine() -> str:
 def check_metric(spec: str | None) -> None:
     """Before any work: is it a function?"""
     if spec is not None and not callable(find_object(spec)):
-        raise InputError(f"--metric {spec}: is no function; write one that takes (model, batches)")
+        raise InputError(f"--metric {spec}: is not a function; write one that takes (model, batches)")
 
 
 def measure_metric(net: Any, small: Any, batches: list[Any], spec: str | None) -> dict[str, Any] | None:
@@ -284,7 +287,7 @@ def _labels(model: Any, batches: list[Any]) -> list[Any]:
     found = []
     for batch in batches:
         inputs = example_of(model, batch)
-        rest = ()
+        rest: Any = ()
         if isinstance(batch, (tuple, list)) and isinstance(inputs, tuple):
             rest = batch[len(inputs) :]
         if len(rest) != 1 or not isinstance(rest[0], torch.Tensor) or rest[0].is_floating_point():
@@ -296,7 +299,7 @@ def _labels(model: Any, batches: list[Any]) -> list[Any]:
 
 
 def _top1(model: Any, batches: list[Any]) -> float | None:
-    """In per cent; None if the model gives no scores per class."""
+    """The accuracy in per cent; None if the model gives no scores per class."""
     import torch
 
     right = count = 0

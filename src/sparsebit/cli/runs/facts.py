@@ -11,7 +11,8 @@ BINS = 64
 
 
 def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
-    """By quantizer: 64 counts between the extremes, the range it can hold, and the share of values beyond it.
+    """A histogram per quantizer: 64 counts between the extremes, the range of its grid, and the share of values beyond
+    it.
 
     Weights are counted whole, activations on one batch, both with the values of the float model.
     """
@@ -30,7 +31,7 @@ def histograms_of(qmodel: Any, batch: Any) -> dict[str, dict[str, Any]]:
 
 
 def _looker(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """Of a quantizer that is called several times, as in a loop, the first call is shown."""
+    """Record the values of a quantizer. If it is called several times, as in a loop, the first call is shown."""
     import torch
 
     def look(quantizer: Any, args: tuple[Any, ...]) -> None:
@@ -63,14 +64,16 @@ def _histogram(quantizer: Any, x: Any) -> dict[str, Any]:
 
 
 def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float | None:
-    """The share of values that are moved by more than rounding; None where groups have ranges of their own."""
+    """The share of values that are moved by more than rounding; None if groups have separate ranges."""
     if quantizer.spec.group is not None:
         return None
     if low.numel() > 1:
         axis = quantizer.ch_axis
         if low.numel() != x.shape[axis]:
             return None
-        shape = [-1 if i == axis % x.dim() else 1 for i in range(x.dim())]
+        shape = []
+        for i in range(x.dim()):
+            shape.append(-1 if i == axis % x.dim() else 1)
         low, high, scale = (t.reshape(shape) for t in (low, high, scale))
     slack = scale * 0.51  # the largest weight stands half a step above the last of 255 levels
     beyond = (x < low - slack) | (x > high + slack)
@@ -79,7 +82,7 @@ def _clipped(x: Any, low: Any, high: Any, scale: Any, quantizer: Any) -> float |
 
 # -- graph -----------------------------------------------------------------------------------------------
 def graph_of(qmodel: Any) -> dict[str, Any]:
-    """Nodes in the order they run, and who reads whom; what only carries a quantizer is left out."""
+    """Nodes in the order they run, and their readers; nodes that only carry a quantizer are left out."""
     from sparsebit.graph.ops import called_module
     from sparsebit.quantization.layers import carries_for
 
@@ -89,7 +92,9 @@ def graph_of(qmodel: Any) -> dict[str, Any]:
     nodes: list[dict[str, str]] = []
     edges: list[list[int]] = []
     for node in gm.graph.nodes:
-        sources = [s for n in node.all_input_nodes for s in carried.get(n, [n])]
+        sources: list[Any] = []
+        for n in node.all_input_nodes:
+            sources.extend(carried.get(n, [n]))
         module = called_module(node, gm)
         if node.op == "get_attr" or (module is not None and carries_for(node) is not None):
             carried[node] = sources

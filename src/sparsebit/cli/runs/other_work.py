@@ -10,7 +10,7 @@ STAT = Path("/proc/stat")
 
 
 class OtherWork:
-    """From its making on; this process and its ended children do not count."""
+    """Counts the work of other processes from its creation on, without this process and its ended children."""
 
     def __init__(self) -> None:
         self.clock = time.monotonic()

@@ -38,7 +38,7 @@ class Run:
         except FileNotFoundError:
             what = "no such folder"
             if folder.is_dir():
-                what = "is no folder of a run: it has no run.json"
+                what = "is not a folder of a run: it has no run.json"
             raise InputError(f"{folder}: {what}") from None
         except (ValueError, KeyError, TypeError):
             raise InputError(f"{folder / ABOUT}: is broken, or was written by another version") from None
@@ -99,7 +99,7 @@ def running(
             yield run
     except KeyboardInterrupt:
         done = ", ".join(run.about["steps"]) or "nothing yet"
-        raise Interrupted(f"interrupted; finished: {done}. Go on with:\n  {again()}") from None
+        raise Interrupted(f"interrupted; finished: {done}. Resume with:\n  {again()}") from None
     except (SparsebitError, OSError):
         if fresh and not run.about["steps"]:
             for path in made[-1:] or list(folder.iterdir()):  # an empty folder that was there stays
@@ -122,7 +122,9 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
     if not (folder / ABOUT).is_file():
         raise InputError(f"--output {folder}: is not empty; name a new folder")
     if not resume:
-        raise InputError(f"--output {folder}: holds a run already; name a new folder, or go on with --resume")
+        raise InputError(
+            f"--output {folder}: holds a run already; name a new folder, or resume it with --resume"
+        )
     about = Run.open(folder).about
     for key, value in asked.items():
         was = about[key]
@@ -137,7 +139,7 @@ def check_output(folder: Path, asked: Mapping[str, Any], resume: bool) -> bool:
 
 
 def again() -> str:
-    """The same command line, to go on with a run."""
+    """The command line that resumes a run."""
     return f"{same([w for w in sys.argv[1:] if w != '--resume'])} --resume"
 
 

@@ -31,12 +31,8 @@ class Call(NamedTuple):
 
 
 Values = dict[str, Any]  # the given arguments, by the names of the op's schema
-_DROPPED = {
-    "cudnn_enable",
-    "cudnn_enabled",
-    "pin_memory",
-    "implicit",
-}  # these have no meaning outside aten, or none at all
+# these have no meaning outside aten, or none at all
+_DROPPED = {"cudnn_enable", "cudnn_enabled", "pin_memory", "implicit"}
 
 
 def translate(node: fx.Node) -> Call | None:
@@ -120,7 +116,7 @@ def _method(name: str) -> Callable[[Values], Call]:
 
 
 def _function(function: Any, **options: Any) -> Callable[[Values], Call]:
-    """The same arguments in the same order."""
+    """A call of a function with the same arguments in the same order."""
     return lambda v: Call(function, tuple(_kept(v).values()), options)
 
 

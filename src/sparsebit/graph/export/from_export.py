@@ -181,7 +181,9 @@ class _Conversion:
         op = getattr(node.target, "__name__", "")
         if op not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
             return None
-        values: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        values: list[Any] = []
+        for a in node.args:
+            values.append(env[a] if isinstance(a, fx.Node) else a)
         if op == "wrap_with_set_grad_enabled":
             enabled, block, *values = values
             no_grad = not enabled

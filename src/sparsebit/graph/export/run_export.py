@@ -111,9 +111,8 @@ def _explained(
 
 
 def _attempts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, int, Any]]:
-    """Tuples (a text that names the fixed sizes, number of dynamic leading axes, example). torch.export fixes sizes of
-    1, so a
-    batch of one is doubled."""
+    """Tuples (a text that names the fixed sizes, number of dynamic leading axes, example). torch.export fixes sizes
+    of 1, so a batch of one is doubled."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
     single = bool(tensors) and all(x.shape[0] == 1 for x in tensors)
     fresh = lambda: pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
@@ -164,7 +163,7 @@ def _dynamic(model: nn.Module, example: Any, axes: int) -> Any:
 def _quiet() -> Iterator[None]:
     """Gradients on and torch's fused attention off, because both change the recorded ops; nothing on stderr.
 
-    Where torch.export fails, it logs the reason and prints the whole graph. The error says enough.
+    Where torch.export fails, it logs the reason and prints the whole graph. The error is enough.
     """
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

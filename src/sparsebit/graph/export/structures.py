@@ -26,10 +26,11 @@ def leaves_of(arguments: dict[str, Any]) -> Iterator[tuple[str, list[Step], Any]
     """(argument, the steps from its value to the leaf, leaf) for every leaf of the arguments."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         argument, *keys = path
-        steps = [
-            (getattr, k.name) if isinstance(k, pytree.GetAttrKey) else (operator.getitem, _index(k))
-            for k in keys
-        ]
+        steps = []
+        for k in keys:
+            steps.append(
+                (getattr, k.name) if isinstance(k, pytree.GetAttrKey) else (operator.getitem, _index(k))
+            )
         yield argument.key, steps, leaf  # type: ignore[attr-defined]
 
 
@@ -196,7 +197,9 @@ def _wanted(leaf: Any) -> Any:
     else:
         value = leaf
     if isinstance(value, Tensor):
-        sizes = [size if isinstance(size, int) else size.node.expr for size in value.shape]
+        sizes = []
+        for size in value.shape:
+            sizes.append(size if isinstance(size, int) else size.node.expr)
         return tuple(int(size) if isinstance(size, int) or size.is_number else size for size in sizes)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return UNKNOWN

@@ -192,7 +192,7 @@ def in_short(error: Exception) -> str:
 
 
 def _count_bad(x: Any) -> int:
-    """How many values are NaN or +Inf. A mask of attention may hold -Inf."""
+    """Count the values that are NaN or +Inf. A mask of attention may hold -Inf."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return 0
     return int((x.isnan() | x.isposinf()).sum())

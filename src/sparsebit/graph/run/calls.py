@@ -68,7 +68,7 @@ class Call(NamedTuple):
         return dict(bound.arguments)
 
     def in_order_of(self, signature: inspect.Signature) -> Call:
-        """The same call with its keyword arguments in the order of the signature."""
+        """A copy of the call with its keyword arguments in the order of the signature."""
         names = [name for name in signature.parameters if name in self.kwargs]
         others = [name for name in self.kwargs if name not in signature.parameters]
         return Call(self.args, {name: self.kwargs[name] for name in (*names, *others)})
@@ -86,9 +86,9 @@ class Call(NamedTuple):
     def copy(self) -> Call:
         """A copy for a forward that may write into its inputs. Of a slice of a large tensor, only the slice
         is copied."""
-        copies: dict[int, Any] = {
-            id(x): x.detach().clone().requires_grad_(x.requires_grad) for x in self.tensors()
-        }
+        copies: dict[int, Any] = {}
+        for x in self.tensors():
+            copies[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
         return Call(copy.deepcopy(tuple(self.args), copies), copy.deepcopy(dict(self.kwargs), copies))
 
     def tensors(self) -> list[Tensor]:

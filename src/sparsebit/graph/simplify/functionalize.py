@@ -160,7 +160,7 @@ def _plain_form(node: fx.Node) -> Any:
         return "inplace"
     name = getattr(node.target, "__name__", "")
     # torch.relu_, F.elu_
-    spaces = ()
+    spaces: tuple[Any, ...] = ()
     if name.endswith("_"):
         spaces = (torch, F)
     own = next((space for space in spaces if getattr(space, name, None) is node.target), None)

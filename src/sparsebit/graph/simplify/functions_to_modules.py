@@ -44,9 +44,8 @@ class _Rewrite:
     def __init__(self, gm: fx.GraphModule):
         self.gm = gm
         self.made: dict[Any, str] = {}  # (class, options, tensors, path) -> name of the module
-        self.parameters: dict[
-            int, nn.Parameter
-        ] = {}  # made of buffers and transposed weights, by the id of the source
+        # made of buffers and transposed weights, by the id of the source
+        self.parameters: dict[int, nn.Parameter] = {}
         self.sources: list[Tensor] = []  # kept alive, so that their ids are not used again
         self.called = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
         # weights that only matrix products read: these may be replaced by their transposes
@@ -76,7 +75,10 @@ class _Rewrite:
     def convert_rnn(self, node: fx.Node, op: Any) -> bool:
         values = read_rnn(node)
         params: Any = () if values is None else values["params"]
-        weights = [w for w in (attribute(self.gm, p) for p in params) if w is not None]
+        weights = []
+        for w in (attribute(self.gm, p) for p in params):
+            if w is not None:
+                weights.append(w)
         made = None
         if values and len(weights) == len(params):
             made = describe_rnn(op, values, weights)

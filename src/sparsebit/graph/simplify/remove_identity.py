@@ -13,7 +13,7 @@ from sparsebit.graph.pattern import ANY, Match, Pat, Rule
 
 def _removable(m: Match, node: fx.Node) -> bool:
     module = module_of(node, m.gm)
-    # a subclass with another forward is no identity
+    # a subclass with another forward is not an identity
     return getattr(module, "remove", True) is not False and type(module).forward is nn.Identity.forward
 
 

@@ -120,7 +120,9 @@ def rank_of(node: Any, gm: fx.GraphModule, depth: int = 16) -> int | None:
     joins = is_op(op, BROADCAST)
     if not joins and not is_op(op, KEEP_RANK):
         return None
-    ranks = [rank_of(x, gm, depth - 1) for x in (node.all_input_nodes if joins else node.all_input_nodes[:1])]
+    ranks = []
+    for x in node.all_input_nodes if joins else node.all_input_nodes[:1]:
+        ranks.append(rank_of(x, gm, depth - 1))
     known = [rank for rank in ranks if rank is not None]
     if known and len(known) == len(ranks):
         return max(known)

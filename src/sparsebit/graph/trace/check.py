@@ -44,7 +44,9 @@ def relax(gm: fx.GraphModule, model: nn.Module, example: Call | None) -> None:
 
     `if batch != ids.shape[0]: ids = ids.expand(batch, -1)` makes such a check.
     """
-    checks = {str(i): n for i, n in enumerate(n for n in gm.graph.nodes if n.target is as_decided)}
+    checks = {}
+    for i, n in enumerate(n for n in gm.graph.nodes if n.target is as_decided):
+        checks[str(i)] = n
     if not checks or example is None:
         return
     lines = {name: node.args[0] for name, node in checks.items()}

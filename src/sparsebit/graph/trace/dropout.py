@@ -39,7 +39,7 @@ MODULES: dict[Any, type[nn.Module]] = {
 
 
 class Rate(nn.Module):
-    """The rate of a dropout that is no module: `p` in training, otherwise 0. Traces keep it as a leaf."""
+    """The rate of a dropout that is not a module: `p` in training, otherwise 0. Traces keep it as a leaf."""
 
     bookkeeping = True
     is_leaf = True
@@ -70,7 +70,7 @@ def mark_switched(root: nn.Module, graph: fx.Graph, tracer: LeafTracer) -> None:
         tracer.islands = islands
     pairs = list(zip(graph.nodes, again.nodes))
     if len(graph.nodes) != len(again.nodes) or any(_kind(a) != _kind(b) for a, b in pairs):
-        log.warning("%s: the forward does something else if self.training is no bool", OFF)
+        log.warning("%s: the forward does something else if self.training is not a bool", OFF)
         return
     for node, seen in pairs:
         flag = _training(seen)
@@ -167,4 +167,7 @@ def _options(node: fx.Node) -> dict[str, Any]:
     if node.op != "call_function" or node.target not in MODULES:
         return {}
     found = {**dict(zip(("input", "p", "training", "inplace"), node.args)), **node.kwargs}
-    return {("training" if name == "train" else name): value for name, value in found.items()}
+    result: dict[str, Any] = {}
+    for name, value in found.items():
+        result["training" if name == "train" else name] = value
+    return result

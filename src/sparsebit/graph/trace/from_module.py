@@ -85,7 +85,7 @@ def trace(
     read = {id(p) for p in gm.parameters()}
     gm.meta["unread"] = [name for name, p in copied.named_parameters() if id(p) not in read]
     gm.meta["signature"] = signature
-    unsaid = _unsaid(signature, shown) if tracer.as_shown else {}
+    unsaid = _left_out(signature, shown) if tracer.as_shown else {}
     if graph is None:
         gm.meta["fixed"] = {}
     else:
@@ -135,7 +135,9 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
             return example.bind(signature)
         except TypeError as error:
             raise TraceError(f"the example does not fit forward{signature}: {error}") from None
-    known = {p.name: {} if p.kind is p.VAR_KEYWORD else p.default for p in signature.parameters.values()}
+    known = {}
+    for p in signature.parameters.values():
+        known[p.name] = {} if p.kind is p.VAR_KEYWORD else p.default
     defaults = {name: value for name, value in known.items() if value is not inspect.Parameter.empty}
     if len(defaults) < len(known):
         return defaults
@@ -143,15 +145,15 @@ def _inputs(signature: inspect.Signature, example: Call | None) -> dict[str, Any
     return {name: value for name, value in defaults.items() if value is not None}
 
 
-def _unsaid(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
+def _left_out(signature: inspect.Signature, example: Call | None) -> dict[str, Any]:
     """Inputs that a call like the example leaves out: a decorated forward fills them in."""
     if example is None:
-        said = {}
+        given = {}
     else:
-        said = signature.bind(*example[0], **example[1]).arguments
+        given = signature.bind(*example[0], **example[1]).arguments
     nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
     known = {p.name: nothing.get(p.kind, p.default) for p in signature.parameters.values()}
-    return {k: v for k, v in known.items() if k not in said and v is not inspect.Parameter.empty}
+    return {k: v for k, v in known.items() if k not in given and v is not inspect.Parameter.empty}
 
 
 def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]]:
@@ -160,7 +162,11 @@ def _ways(inputs: dict[str, Any], kind: Any) -> list[tuple[dict[str, Any], bool]
     takes = inspect.signature(kind.forward).parameters.values()
     by_position = all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in takes)
     calls = ([False] if by_position or not decorated else []) + [True] * decorated
-    return [(known, as_shown) for as_shown in calls for known in _known(inputs)]
+    found: list[tuple[dict[str, Any], bool]] = []
+    for as_shown in calls:
+        for known in _known(inputs):
+            found.append((known, as_shown))
+    return found
 
 
 def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -176,9 +182,11 @@ def _known(inputs: dict[str, Any]) -> list[dict[str, Any]]:
 def _fixed(signature: inspect.Signature, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Inputs that are constants in the graph."""
     has_tensor = lambda v: any(isinstance(x, Tensor) for x in pytree.tree_leaves(v))
-    return {
-        name: inputs[name] for name in signature.parameters if name in inputs and not has_tensor(inputs[name])
-    }
+    found: dict[str, Any] = {}
+    for name in signature.parameters:
+        if name in inputs and not has_tensor(inputs[name]):
+            found[name] = inputs[name]
+    return found
 
 
 def unwrapped(model: Any) -> Any:
@@ -210,7 +218,11 @@ def own_copy(model: nn.Module) -> nn.Module:
     """A copy of everything that the model holds, with plain weights where a hook computes them before each
     call."""
     # a tensor that a forward stored (`self.features = x`) belongs to an autograd graph: copy only its value
-    left = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor) and not v.is_leaf]
+    left = []
+    for m in model.modules():
+        for v in vars(m).values():
+            if isinstance(v, Tensor) and not v.is_leaf:
+                left.append(v)
     try:
         copied = copy.deepcopy(model, {id(v): v.detach().clone() for v in left})
     except Exception as error:  # the user's classes may define __deepcopy__

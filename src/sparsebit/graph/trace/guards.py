@@ -162,9 +162,10 @@ def with_unread(gm: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any
     if not _binds(shorter, args, kwargs):
         return args, kwargs  # Python's message about the whole signature is the clearest
     given = shorter.bind(*args, **kwargs).arguments
-    missing = {
-        p.name: None for p in signature.parameters.values() if p.name in unread and p.default is p.empty
-    }
+    missing: dict[str, None] = {}
+    for p in signature.parameters.values():
+        if p.name in unread and p.default is p.empty:
+            missing[p.name] = None
     full = inspect.BoundArguments(signature, {**missing, **given})
     return full.args, full.kwargs
 
@@ -180,7 +181,9 @@ def _binds(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str
 def _require(gm: fx.GraphModule, node: fx.Node, name: str) -> None:
     node.args = ()
     known: inspect.Signature = gm.meta["signature"]
-    inputs = [p.replace(default=p.empty) if p.name == name else p for p in known.parameters.values()]
+    inputs = []
+    for p in known.parameters.values():
+        inputs.append(p.replace(default=p.empty) if p.name == name else p)
     gm.meta["signature"] = known.replace(parameters=inputs)
 
 

@@ -62,7 +62,9 @@ def _as_given(tracer: Any, sequences: Any) -> Any:
     """A list that is an input of the model, as one value of any length."""
     if not isinstance(sequences, (list, tuple)):
         return sequences
-    nodes = [each.node if isinstance(each, fx.Proxy) else None for each in sequences]
+    nodes = []
+    for each in sequences:
+        nodes.append(each.node if isinstance(each, fx.Proxy) else None)
     return next((tracer.proxy(each.source) for each in tracer.lists if each.nodes == nodes), sequences)
 
 
@@ -95,12 +97,12 @@ def is_packed(node: fx.Node, root: nn.Module) -> bool:
     """Is its value a PackedSequence, as far as the graph shows?"""
     source = _first(node)
     if node.op == "call_method":
-        return node.target in METHODS and _said(source)
+        return node.target in METHODS and _is_packed(source)
     if node.op != "call_function" or node.target is not operator.getitem:
         return node.op == "call_function" and node.target in MAKERS
     if node.args[1:] != (0,) or source is None:
         return False
-    return isinstance(_layer(source, root), nn.RNNBase) and _said(_first(source))
+    return isinstance(_layer(source, root), nn.RNNBase) and _is_packed(_first(source))
 
 
 def _layer(node: fx.Node | None, root: nn.Module) -> nn.Module | None:
@@ -114,7 +116,7 @@ def _first(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
-def _said(node: fx.Node | None) -> bool:
+def _is_packed(node: fx.Node | None) -> bool:
     return node is not None and bool(node.meta.get("packed"))
 
 
@@ -129,15 +131,15 @@ def fields_of(node: fx.Node, root: nn.Module) -> int | None:
     layer = _layer(_first(node) if state else node, root)
     if node.target is rnn.pad_packed_sequence or isinstance(layer, nn.LSTM if state else nn.RNNBase):
         return 2
-    if _said(node):
+    if _is_packed(node):
         return n
-    if node.target is operator.getitem and isinstance(node.args[1], slice) and _said(_first(node)):
+    if node.target is operator.getitem and isinstance(node.args[1], slice) and _is_packed(_first(node)):
         return len(range(n)[node.args[1]])
     return None
 
 
 def open_to_pytree() -> None:
-    """In older versions of torch a PackedSequence is a leaf of pytree, and its tensors would be missed."""
+    """Register PackedSequence with pytree. Older versions of torch take it for a leaf and miss its tensors."""
     packed = PackedSequence(torch.zeros(1), torch.ones(1))
     if len(pytree.tree_leaves(packed)) == 1:
         pytree.register_pytree_node(

@@ -47,14 +47,16 @@ def parts_of(node: fx.Node) -> int | None:
 
 
 class Lengths:
-    """How many items the values of nodes have, if that does not depend on the sizes of the inputs."""
+    """The number of items of the values of nodes, if it does not depend on the sizes of the inputs."""
 
     def __init__(self, root: nn.Module, inputs: Mapping[str, Any]):
         self.root = root
         self.inputs = inputs
         self.shown = Shapes(root, inputs)
         shapes = [list(t.shape) for t in pytree.tree_leaves(dict(inputs)) if isinstance(t, Tensor)]
-        others = [[_resized(shapes, axes, f) for f in OTHER_SIZES] for axes in _together(shapes)]
+        others = []
+        for axes in _together(shapes):
+            others.append([_resized(shapes, axes, f) for f in OTHER_SIZES])
         self.others = [[new for new in group if new != shapes] for group in others]
         self.resized: dict[str, Shapes] = {}
 
@@ -62,7 +64,9 @@ class Lengths:
         measured = _measure(node, self.shown)
         if measured is None or isinstance(self.shown.of(node), torch.Size):  # as many axes as the example has
             return None if measured is None else measured[0]
-        found = [next(filter(None, (self._resized(node, s) for s in others)), None) for others in self.others]
+        found = []
+        for others in self.others:
+            found.append(next(filter(None, (self._resized(node, s) for s in others)), None))
         known = [each for each in found if each is not None]  # sizes that the model refuses prove nothing
         if known and all(each == measured for each in known):
             return measured[0]
@@ -102,10 +106,10 @@ def _together(shapes: Sequence[Sequence[int]]) -> list[Axes]:
 
 
 def _resized(shapes: Sequence[Sequence[int]], axes: Axes, other: Callable[[int], int]) -> list[list[int]]:
-    return [
-        [max(1, other(n)) if (i, axis) in axes else n for axis, n in enumerate(shape)]
-        for i, shape in enumerate(shapes)
-    ]
+    found: list[list[int]] = []
+    for i, shape in enumerate(shapes):
+        found.append([max(1, other(n)) if (i, axis) in axes else n for axis, n in enumerate(shape)])
+    return found
 
 
 class Shapes:

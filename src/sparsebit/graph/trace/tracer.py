@@ -284,7 +284,9 @@ def like(example: Any, proxy: Any) -> Any:
         return type(example)(*(like(v, proxy[i]) for i, v in enumerate(example)))
     if isinstance(example, (list, tuple)):
         items = [like(v, proxy[i]) for i, v in enumerate(example)]
-        nodes = [item.node if isinstance(item, fx.Proxy) else None for item in items]
+        nodes = []
+        for item in items:
+            nodes.append(item.node if isinstance(item, fx.Proxy) else None)
         value = type(example)(items)
         proxy.tracer.lists.append(Items(proxy.node, value, nodes))
         return value

@@ -40,7 +40,10 @@ def _sorted_out(written: set[str], layout: Format, names: Names) -> tuple[set[st
     if layout.plain:
         return written, set()
     layers = packed_layers(written, layout.suffixes)
-    packed = {f"{layer}.{suffix}" for layer in layers for suffix in layout.suffixes}
+    packed = set()
+    for layer in layers:
+        for suffix in layout.suffixes:
+            packed.add(f"{layer}.{suffix}")
     return written - packed, {names.layer(key) for key in layers}
 
 
@@ -49,5 +52,5 @@ def _complain(source: InMemory, what: str, names: list[str]) -> None:
         shown = ", ".join(repr(name) for name in names[:5]) + (", ..." if len(names) > 5 else "")
         raise SparsebitError(
             f"{source.folder or type(source.model).__name__}: {len(names)} {what}: {shown}; no config.json was "
-            "written, so that nobody takes this for a checkpoint; please report it with the name of the model"
+            "written, so that this folder is not mistaken for a checkpoint; please report it with the name of the model"
         )

@@ -67,7 +67,7 @@ def _weights(layers: dict[str, str]) -> dict[str, str]:
 
 
 def _specs(layout: Format, settings: dict[str, Any], keys: list[str], names: Names) -> dict[str, QuantSpec]:
-    """Of every packed layer of the files; `settings` may call it as the model does, or as the files do."""
+    """The grid of every packed layer of the files. `settings` may use the names of the model or those of the files."""
     called = {key: names.layer(key) for key in keys}
     known = layout.specs(settings, [*dict.fromkeys([*called.values()])])
     return {key: known[name] for key, name in called.items()}

@@ -67,7 +67,7 @@ class Store:
         return load_file(self._path(block))
 
     def names(self, block: int) -> list[str]:
-        """Of the tensors that are stored of a block."""
+        """The names of the stored tensors of a block."""
         from safetensors import safe_open
 
         with safe_open(str(self._path(block)), framework="pt") as file:

@@ -38,7 +38,7 @@ TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 
 
 class Certificate:
-    """Of one run: asked before it, shown after it."""
+    """The certificate of one run. It asks the readers before the run, and runs the checkpoint after it."""
 
     def __init__(self, source: InMemory, job: Job, grids: Grids) -> None:
         """Fills in job.specs: the first choice that the reader runs. Where it runs none, no work begins."""
@@ -105,7 +105,7 @@ class Certificate:
                 ways = "Give batches (--data), of the processor of this model, to try it on"
             raise ReaderError(
                 f"{report.folder}: {'; '.join(map(str, failed))}. The folder is kept, llm.load reads it, and its "
-                f"README.md says who does not run it. {ways}; force=True (--force) accepts the folder as it is. "
+                f"README.md says who does not run it. {ways}; force=True (--force) accepts the folder. "
                 "Please report it with the name of the model",
                 report,
             )
@@ -140,7 +140,12 @@ def _refused(reader: Reader, reason: str, verdicts: Mapping[str, Verdict]) -> st
 
 def settings_of(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
     """Words that readers want in quantization_config."""
-    return {k: v for verdict in verdicts.values() if not verdict.reason for k, v in verdict.settings.items()}
+    found: dict[str, Any] = {}
+    for verdict in verdicts.values():
+        if not verdict.reason:
+            for k, v in verdict.settings.items():
+                found[k] = v
+    return found
 
 
 def certify(
@@ -174,7 +179,10 @@ def inputs_of(model: Any, batch: Any) -> dict[str, Tensor]:
     given = {**signature_of(model).bind_partial(*args).arguments, **kwargs}
     found = {k: v for k, v in given.items() if isinstance(v, Tensor) and k != "labels"}
     if set(found) <= TEXT:
-        return {k: v[:1, :TOKENS] if v.dim() == 2 else v for k, v in found.items()}
+        result: dict[str, Tensor] = {}
+        for k, v in found.items():
+            result[k] = v[:1, :TOKENS] if v.dim() == 2 else v
+        return result
     return found
 
 
@@ -203,7 +211,7 @@ class _Ours:
     """The logits of `llm.load`.
 
     Readers that unpack a layer round its weights to the dtype of the scales. In a mixture of experts that may send a
-    token to another expert, which is no fault of theirs; so the same weights are rounded here, where it matters.
+    token to another expert, which is not a fault of theirs; so the same weights are rounded here, where it matters.
     """
 
     def __init__(self, folder: Path, inputs: Mapping[str, Tensor]) -> None:
@@ -219,7 +227,7 @@ class _Ours:
             _free(model)
 
     def gap(self, theirs: Tensor) -> float:
-        """Of the logits' size; the smallest of three ways to round."""
+        """The difference as a share of the logits' size: the smallest of three ways to round."""
         best = float("inf")
         for rounded in ("", "experts", "all"):
             ours = self.logits(rounded)
@@ -256,7 +264,7 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _round(model: nn.Module, experts_only: bool) -> None:
-    """In place: float layers with the weights that a packed layer has in the dtype of its scales."""
+    """Round the weights of float layers, in place, to the values that a packed layer has in the dtype of its scales."""
     for name in _packed(model):
         layer = model.get_submodule(name)
         parent = _owner(model, name)

@@ -69,9 +69,8 @@ def _candidates(model: Any) -> Iterator[Inputs]:
         names.append("decoder_input_ids")
     ids = _words(config)
     for shown in (*_pictures(model, takes), *_sounds(config, takes)):
-        for size in dict.fromkeys(
-            (_places(model, shown), 1, 0)
-        ):  # some put more behind the first by themselves
+        # some put more behind the first by themselves
+        for size in dict.fromkeys((_places(model, shown), 1, 0)):
             token = _token(config, "audio" if "input_features" in shown else "image")
             yield {**shown, **_text(config, takes, names, ids, (token, size))}
         if config.is_encoder_decoder:
@@ -84,12 +83,11 @@ def _words(config: Any) -> Tensor:
     """Tokens of a text, none of which stands for something else."""
     text = config.get_text_config(decoder=True)
     size = min(getattr(text, "vocab_size", 0) or KNOWN, KNOWN)
-    special = {
-        value
-        for c in (config, text)
-        for key, value in vars(c).items()
-        if key.endswith(("_id", "_index")) and isinstance(value, int)
-    }
+    special = set()
+    for c in (config, text):
+        for key, value in vars(c).items():
+            if key.endswith(("_id", "_index")) and isinstance(value, int):
+                special.add(value)
     plain = [i for i in range(size) if i not in special] or [0]
     return torch.tensor([plain[7 * i % len(plain)] for i in range(WORDS)])[None]
 
@@ -109,7 +107,9 @@ def _text(
         first = ids
     else:
         first = torch.cat([torch.full((1, places), token), ids], 1)
-    found = {name: first if name == names[0] else ids for name in names}
+    found = {}
+    for name in names:
+        found[name] = first if name == names[0] else ids
     is_image = first == (-1 if token is None else token)
     kinds = {
         "mm_token_type_ids": is_image.int(),
@@ -126,7 +126,7 @@ def _text(
 
 
 def _places(model: Any, shown: Inputs) -> int:
-    """How many tokens a picture or a sound takes."""
+    """The number of tokens that a picture or a sound takes."""
     method = "get_image_features"
     if "input_features" in shown:
         method = "get_audio_features"
@@ -202,7 +202,7 @@ def _sounds(config: Any, takes: set[str]) -> Iterator[Inputs]:
 
 # -- sizes that a config names ---------------------------------------------------------------------------------------
 def _part(config: Any, *names: str) -> Any:
-    """Of a part of the model; of the whole one where it has no such part."""
+    """The config of a part of the model, or of the whole model if it has no such part."""
     found = (getattr(config, name, None) for name in names)
     return next((part for part in found if part is not None and not isinstance(part, (str, int))), config)
 

@@ -14,7 +14,8 @@ from sparsebit.errors import ConfigError
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int = 1) -> float:
-    """Of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n), which stay whole.
+    """The perplexity of `tokens`: one text (n,), cut into windows of `length`, or sequences (count, n), which stay
+    whole.
 
     A window starts without context, and its first token is not predicted; a rest shorter than a window counts too.
     """
@@ -49,7 +50,7 @@ def perplexity(model: nn.Module, tokens: Tensor, length: int = 2048, batch: int 
 
 
 def logits_of(output: Any) -> Tensor:
-    """Of a model's output: a tensor, a tuple that starts with it, or transformers' object with `.logits`."""
+    """The logits in a model's output: a tensor, a tuple that starts with it, or transformers' object with `.logits`."""
     if isinstance(output, Tensor):
         return output
     logits: Tensor = output.logits if hasattr(output, "logits") else output[0]

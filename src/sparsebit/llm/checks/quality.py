@@ -57,17 +57,20 @@ class Quality:
 
     def facts(self) -> dict[str, Any]:
         """For JSON, which knows no infinity."""
-        return {
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()
-        }
+        found: dict[str, Any] = {}
+        for k, v in asdict(self).items():
+            found[k] = str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        return found
 
     def __str__(self) -> str:
         return f"perplexity {self.before:.4g} -> {self.after:.4g}, KL {self.kl:.3g} nats, on {self.tokens} {self.where}"
 
 
 def quality_of(facts: Mapping[str, Any]) -> Quality:
-    """From what `Quality.facts` gave."""
-    numbers: dict[str, Any] = {k: float(v) if isinstance(v, str) else v for k, v in facts.items()}
+    """Read a Quality from its facts."""
+    numbers: dict[str, Any] = {}
+    for k, v in facts.items():
+        numbers[k] = float(v) if isinstance(v, str) else v
     return Quality(**numbers)
 
 
@@ -91,7 +94,7 @@ def advice(run: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def measure(ends: Ends, apart: bool) -> Quality | None:
-    """None where the model gives no scores of tokens."""
+    """Measure the quality; None if the model gives no scores of tokens."""
     relay = ends.relay
     model = ends.relay.source.model
     takes = signature_of(model)

@@ -29,7 +29,7 @@ class Format:
     activations: bool = False  # layers round their inputs to 8 bits, token by token
 
     def shapes(self, spec: QuantSpec, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What `encode` will give for such a layer: suffix -> shape and dtype.
+        """The tensors that `encode` will write for a layer: suffix -> shape and dtype.
 
         The dtype "scale" is that of scales, "model" that of float weights.
         """
@@ -43,7 +43,7 @@ class Format:
         raise NotImplementedError
 
     def layer(self, q: Any, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
-        """What runs it."""
+        """The module that runs a layer of this format."""
         return QuantLinear(q, bias, dtype)
 
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
@@ -59,7 +59,7 @@ FORMATS: Registry[type[Format]] = Registry("llm format")
 
 
 def groups_of(spec: QuantSpec, inputs: int) -> int:
-    """Of one row; the last one may be short."""
+    """The number of groups of one row; the last group may be short."""
     return -(-inputs // (spec.group or max(inputs, 1)))
 
 

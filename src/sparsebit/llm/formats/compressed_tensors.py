@@ -1,8 +1,8 @@
 """compressed-tensors, `pack-quantized`: what vLLM and transformers (with that package) load.
 
 weight_packed int32 (outputs, words), weight_scale (outputs, groups), weight_shape, and for asymmetric grids
-weight_zero_point, packed along the outputs. A weight_g_idx is read,
-but not written: readers dropped it. Codes are stored with 2^(bits-1) added, so they are our unsigned codes.
+weight_zero_point, packed along the outputs. A weight_g_idx is read, but not written: readers dropped it. Codes are
+stored with 2^(bits-1) added, so they are our unsigned codes.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ class CompressedTensors(Format):
     def describe(self, specs: dict[str, QuantSpec], ignored: list[str], reordered: bool) -> dict[str, Any]:
         kinds = list(dict.fromkeys(specs.values()))
         kinds.sort(key=lambda spec: not any(EXPERT.search(n) for n, s in specs.items() if s == spec))
-        groups = {
-            f"group_{i}": {
+        groups = {}
+        for i, spec in enumerate(kinds):
+            groups[f"group_{i}"] = {
                 "targets": ["Linear"] if len(kinds) == 1 else _targets(specs, spec),
                 "weights": {
                     "num_bits": spec.bits,
@@ -81,8 +82,6 @@ class CompressedTensors(Format):
                 },
                 "format": "pack-quantized",
             }
-            for i, spec in enumerate(kinds)
-        }
         config: dict[str, Any] = {
             "quant_method": self.TYPE,
             "format": "pack-quantized",

@@ -1,4 +1,4 @@
-"""dense: plain float weights, as every reader of safetensors expects them; what pruning methods are saved in."""
+"""dense: plain float weights, as every reader of safetensors expects them. Pruning methods are saved in it."""
 
 from __future__ import annotations
 

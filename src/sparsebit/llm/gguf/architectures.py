@@ -46,7 +46,10 @@ class Architecture:
     def notes(self, config: Any) -> list[str]:
         keys.activation(config, self.act)
         self.metadata(config)  # refuses positions that cannot be written
-        return [note for check in self.checks for note in check(config)]
+        found: list[str] = []
+        for check in self.checks:
+            found.extend(check(config))
+        return found
 
     def rewrite(self, name: str, item: Item, config: Any) -> Named:
         found = [(name, item)]
@@ -62,7 +65,7 @@ PAIRED = (layouts.pair_heads,)
 PLUS = (layouts.norms_plus_one,)
 STACKED = (layouts.gate_and_up, layouts.shared_gate)
 WIDE = (keys.no_windows,)
-EVERY = keys.says(decoder_sparse_step=1, mlp_only_layers=[])
+EVERY = keys.expects(decoder_sparse_step=1, mlp_only_layers=[])
 LLAMA = Architecture("llama", RMS, PAIRED, WIDE)
 TABLE: dict[str, Architecture] = {
     "llama": LLAMA,
@@ -80,15 +83,15 @@ TABLE: dict[str, Architecture] = {
         "olmoe",
         MOE,
         STACKED,
-        (keys.says(norm_topk_prob=False, clip_qkv=None), keys.no_shared_heads),
+        (keys.expects(norm_topk_prob=False, clip_qkv=None), keys.no_shared_heads),
         own_head=True,
     ),
     "qwen2": Architecture("qwen2", RMS, (), WIDE),
     "qwen2_moe": Architecture(
-        "qwen2moe", MOE, STACKED, (keys.says(norm_topk_prob=False), EVERY, *WIDE), own_head=True
+        "qwen2moe", MOE, STACKED, (keys.expects(norm_topk_prob=False), EVERY, *WIDE), own_head=True
     ),
     "qwen3": Architecture("qwen3", RMS, (), WIDE),
-    "qwen3_moe": Architecture("qwen3moe", MOE, STACKED, (keys.says(norm_topk_prob=True), EVERY, *WIDE)),
+    "qwen3_moe": Architecture("qwen3moe", MOE, STACKED, (keys.expects(norm_topk_prob=True), EVERY, *WIDE)),
     "seed_oss": Architecture("seed_oss", RMS),
     "gemma": Architecture("gemma", RMS, PLUS, act=GELU),
     "gemma2": Architecture("gemma2", (*RMS, keys.windows, keys.soft_caps), PLUS, (keys.query_scale,), GELU),
@@ -97,21 +100,21 @@ TABLE: dict[str, Architecture] = {
     ),
     "phi": Architecture("phi2", (*NORM, keys.one_head_each), act=GELU, own_head=True),
     "phi3": Architecture("phi3", RMS, (), WIDE),
-    "cohere": Architecture("command-r", (*NORM, keys.logit_scale), (), (keys.says(use_qk_norm=False),)),
+    "cohere": Architecture("command-r", (*NORM, keys.logit_scale), (), (keys.expects(use_qk_norm=False),)),
     "cohere2": Architecture("cohere2", (*NORM, keys.windows, keys.logit_scale)),
     "glm4": Architecture("glm4", RMS),
     "ernie4_5": Architecture("ernie4_5", RMS),
     "exaone4": Architecture("exaone4", (*RMS, keys.windows), (), (keys.windows_where_built_in,)),
     "nemotron": Architecture("nemotron", NORM, PLUS, act=("relu2",), own_head=True),
     "stablelm": Architecture("stablelm", (*NORM, keys.parallel), own_head=True),
-    "starcoder2": Architecture("starcoder2", NORM, (), (keys.says(use_bias=True), *WIDE), GELU),
+    "starcoder2": Architecture("starcoder2", NORM, (), (keys.expects(use_bias=True), *WIDE), GELU),
     "gpt2": Architecture("gpt2", (keys.sizes, keys.layer_norm), act=GELU),
     "gpt_bigcode": Architecture("starcoder", (keys.sizes, keys.layer_norm, keys.bigcode_heads), act=GELU),
     "gpt_neox": Architecture(
         "gptneox",
         (*NORM, keys.one_head_each, keys.parallel),
         (layouts.q_k_v_apart,),
-        (keys.says(attention_bias=True),),
+        (keys.expects(attention_bias=True),),
         GELU,
         own_head=True,
     ),
@@ -119,7 +122,7 @@ TABLE: dict[str, Architecture] = {
         "bloom",
         (keys.sizes, keys.layer_norm, keys.one_head_each),
         (layouts.q_k_v_apart, layouts.bloom_names),
-        (keys.says(apply_residual_connection_post_layernorm=False),),
+        (keys.expects(apply_residual_connection_post_layernorm=False),),
         GELU,
     ),
     "mpt": Architecture("mpt", (keys.sizes, keys.layer_norm, keys.one_head_each, keys.alibi), (), (), GELU),
@@ -127,7 +130,7 @@ TABLE: dict[str, Architecture] = {
         "falcon",
         (*NORM, keys.falcon_heads),
         (layouts.falcon_apart,),
-        (keys.says(alibi=False, parallel_attn=True, bias=False),),
+        (keys.expects(alibi=False, parallel_attn=True, bias=False),),
         GELU,
     ),
     "mamba": Architecture("mamba", (keys.state_space, keys.rms), (layouts.state_space,)),

@@ -144,9 +144,7 @@ def _check_path(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise ExportError(f"{path}: is a folder; name a file, such as {path / 'model.gguf'}")
     if path.exists() and not overwrite:
-        raise ExportError(
-            f"{path}: is there already; name another file, or pass overwrite=True (--overwrite)"
-        )
+        raise ExportError(f"{path}: already exists; name another file, or pass overwrite=True (--overwrite)")
     if not path.absolute().parent.is_dir():
         raise ExportError(f"{path}: its folder does not exist; make it first")
     if not os.access(path.absolute().parent, os.W_OK):

@@ -207,7 +207,7 @@ def query_scale(config: Any) -> list[str]:
     return []
 
 
-def says(**wanted: Any) -> Any:
+def expects(**wanted: Any) -> Any:
     """A check that settings, where they are there, are what llama.cpp has built in."""
 
     def check(config: Any) -> list[str]:

@@ -52,7 +52,7 @@ def fit(q: QuantizedWeight) -> Fit:
         kind = "Q4_1"
     if _exact(q):
         return Fit(kind)
-    return Fit(kind, ROUNDED, "a scale or an offset is no float16 number")
+    return Fit(kind, ROUNDED, "a scale or an offset is not a float16 number")
 
 
 def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
@@ -78,7 +78,8 @@ def pack(q: QuantizedWeight, name: str = "weight") -> np.ndarray:
 
 
 def _exact(q: QuantizedWeight) -> bool:
-    """Whether float16 holds the grid: a scale may be bfloat16 or float32, an offset has more digits than its scale."""
+    """True if float16 holds the grid: a scale may be bfloat16 or float32, and an offset has more digits than its
+    scale."""
     if q.symmetric:
         grids = [q.scales.float()]
     else:

@@ -70,17 +70,17 @@ ATOMS = [
 ]  # fmt: skip
 
 
-def name_of(told: dict[str, Any], pre: str | None = None) -> tuple[str, str]:
+def name_of(data: dict[str, Any], pre: str | None = None) -> tuple[str, str]:
     """The name for a tokenizer.json of byte-level BPE, and a note on what llama.cpp does otherwise (or nothing)."""
     if pre is not None:
         return pre, f"pre {pre}: was given and is not checked"
-    ignore_merges = bool(told["model"].get("ignore_merges"))
-    cuts = _cut(_without_prefix(told.get("pre_tokenizer")))
-    same = [(name, ignores) for name, way, ignores in KNOWN if _cut(_told(way)) == cuts]
+    ignore_merges = bool(data["model"].get("ignore_merges"))
+    cuts = _cut(_without_prefix(data.get("pre_tokenizer")))
+    same = [(name, ignores) for name, way, ignores in KNOWN if _cut(_as_json(way)) == cuts]
     if not same:
         raise ExportError(
             "tokenizer: llama.cpp has no name that we know for the way this tokenizer cuts text "
-            f"(pre_tokenizer: {json.dumps(told.get('pre_tokenizer'))[:300]}); look for the model in llama.cpp's "
+            f"(pre_tokenizer: {json.dumps(data.get('pre_tokenizer'))[:300]}); look for the model in llama.cpp's "
             "convert_hf_to_gguf.py and pass its name with pre= (--pre), for example pre='gpt-2'"
         )
     exact = [name for name, ignores in same if ignores == ignore_merges]
@@ -100,29 +100,29 @@ def probe() -> str:
     return "".join(a + b for a, b in pairs)
 
 
-def _cut(told: dict[str, Any] | None) -> list[tuple[int, int]]:
-    """Where the probe is cut. Bytes are not looked at: a ByteLevel step writes each byte as one character."""
-    pre = _pre_tokenizer(told)
+def _cut(data: dict[str, Any] | None) -> list[tuple[int, int]]:
+    """The places where the probe is cut, in characters: a ByteLevel step writes each byte as one character."""
+    pre = _pre_tokenizer(data)
     if pre is None:
         return []
     return [place for _, place in pre.pre_tokenize_str(probe())]
 
 
-def _pre_tokenizer(told: dict[str, Any] | None) -> Any:
+def _pre_tokenizer(data: dict[str, Any] | None) -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
     empty = json.loads(Tokenizer(BPE()).to_str())
-    empty["pre_tokenizer"] = told
+    empty["pre_tokenizer"] = data
     return Tokenizer.from_str(json.dumps(empty)).pre_tokenizer
 
 
 def cut_of(way: tuple[str, ...]) -> Any:
     """A pre-tokenizer that cuts by a row of the table."""
-    return _pre_tokenizer(_told(way))
+    return _pre_tokenizer(_as_json(way))
 
 
-def _told(steps: tuple[str, ...]) -> dict[str, Any]:
+def _as_json(steps: tuple[str, ...]) -> dict[str, Any]:
     """A row of the table in the form of tokenizer.json."""
     found: list[dict[str, Any]] = []
     for step in steps:
@@ -145,12 +145,12 @@ def _byte_level(cuts: bool) -> dict[str, Any]:
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": cuts}
 
 
-def _without_prefix(told: Any) -> Any:
-    """The same steps; a space that ByteLevel adds before the text would shift every place."""
-    if told is None:
+def _without_prefix(data: Any) -> Any:
+    """The steps without the space that ByteLevel adds before the text: it would shift every place."""
+    if data is None:
         return None
-    if told.get("type") == "Sequence":
-        return {**told, "pretokenizers": [_without_prefix(step) for step in told["pretokenizers"]]}
-    if told.get("type") == "ByteLevel":
-        return {**told, "add_prefix_space": False, "trim_offsets": False}
-    return told
+    if data.get("type") == "Sequence":
+        return {**data, "pretokenizers": [_without_prefix(step) for step in data["pretokenizers"]]}
+    if data.get("type") == "ByteLevel":
+        return {**data, "add_prefix_space": False, "trim_offsets": False}
+    return data

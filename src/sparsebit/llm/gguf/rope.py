@@ -7,57 +7,48 @@ from typing import Any
 from sparsebit.errors import ExportError
 from sparsebit.llm.gguf.items import Item, of_tensor
 
-WITH_FACTORS = (
-    "llama",
-    "granite",
-    "granitemoe",
-    "arcee",
-    "apertus",
-    "exaone4",
-)  # architectures that read rope_freqs
+# architectures that read rope_freqs
+WITH_FACTORS = ("llama", "granite", "granitemoe", "arcee", "apertus", "exaone4")
 
 
 def rope_of(config: Any, layers: str = "full_attention") -> dict[str, Any]:
     """`rope_parameters` of the layers that see everything, or of those with a window."""
-    told = getattr(config, "rope_parameters", None) or {}
-    told = told.get(layers, told)
-    base = told.get("rope_theta", getattr(config, "rope_theta", None))
-    return {**told, "rope_theta": 10000.0 if base is None else base}
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get(layers, rope)
+    base = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    return {**rope, "rope_theta": 10000.0 if base is None else base}
 
 
 def turned(config: Any, head: int) -> int:
-    """How many values of a head are turned."""
+    """The number of values of a head that are turned."""
     share = rope_of(config).get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
     return head if share is None else int(head * share)
 
 
 def rope_keys(config: Any, head: int) -> dict[str, Any]:
-    told = rope_of(config)
+    rope = rope_of(config)
     found: dict[str, Any] = {
         "rope.dimension_count": turned(config, head),
-        "rope.freq_base": float(told["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]),
     }
     window = rope_of(config, "sliding_attention")["rope_theta"]
     if float(window) != found["rope.freq_base"]:
         found["rope.freq_base_swa"] = float(window)
-    return found | scaling(config, told)
+    return found | scaling(config, rope)
 
 
-def scaling(config: Any, told: dict[str, Any]) -> dict[str, Any]:
-    kind = told.get("rope_type") or told.get("type") or "default"
-    if kind in (
-        "default",
-        "llama3",
-        "dynamic",
-    ):  # llama3: a tensor holds the factors; dynamic: only beyond the context
+def scaling(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    # llama3: a tensor holds the factors; dynamic: only beyond the context
+    if kind in ("default", "llama3", "dynamic"):
         return {}
     if kind == "linear":
-        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(told["factor"])}
-    original = told.get("original_max_position_embeddings") or config.max_position_embeddings
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if kind == "yarn":
         return {
             "rope.scaling.type": "yarn",
-            "rope.scaling.factor": float(told["factor"]),
+            "rope.scaling.factor": float(rope["factor"]),
             "rope.scaling.original_context_length": int(original),
         }
     raise ExportError(
@@ -68,8 +59,8 @@ def scaling(config: Any, told: dict[str, Any]) -> dict[str, Any]:
 
 def rope_tensors(config: Any, name: str) -> list[tuple[str, Item]]:
     """The divisors of llama3's stretched frequencies."""
-    told = rope_of(config)
-    kind = told.get("rope_type") or told.get("type") or "default"
+    rope = rope_of(config)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "llama3":
         return []
     if name not in WITH_FACTORS:
@@ -79,5 +70,5 @@ def rope_tensors(config: Any, name: str) -> list[tuple[str, Item]]:
 
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     size = 2 * len(stretched)
-    plain = float(told["rope_theta"]) ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+    plain = float(rope["rope_theta"]) ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     return [("rope_freqs.weight", of_tensor((plain / stretched.double()).float()))]

@@ -96,7 +96,7 @@ def ask_llama_cpp(
     new: int = 0,
     every: bool = False,
 ) -> dict[str, Any]:
-    """What llama.cpp makes of a file: `ids` of the texts, `logits` after the prompts, `greedy` tokens that follow.
+    """Ask llama.cpp about a file: `ids` of the texts, `logits` after the prompts, `greedy` tokens that follow.
 
     every   logits of all places of a prompt, not of the last one only.
     """

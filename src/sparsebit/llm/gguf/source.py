@@ -45,19 +45,21 @@ def open_model(model: Any) -> Source:
     folder = Path(model)
     path = folder / "config.json"
     if not path.is_file():
-        raise ExportError(f"{folder}: is no folder with a config.json; pass a model's folder or an nn.Module")
+        raise ExportError(
+            f"{folder}: is not a folder with a config.json; pass a model's folder or an nn.Module"
+        )
     try:
-        told = json.loads(path.read_text("utf-8"))
+        settings = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ExportError(f"{path}: is no JSON: {error}") from None
+        raise ExportError(f"{path}: is not JSON: {error}") from None
     check_transformers()
     from transformers import AutoConfig
 
-    if not told.get("model_type"):
+    if not settings.get("model_type"):
         raise ExportError(f"{path}: names no model_type; only models of transformers can be written as GGUF")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _check_class(config.architectures, str(folder))
-    packed = bool(told.get("quantization_config"))
+    packed = bool(settings.get("quantization_config"))
     beside = folder / "generation_config.json"
     more = {}
     if beside.is_file():
@@ -84,7 +86,9 @@ def _check_class(names: Any, where: str) -> None:
     """A classifier or a bare encoder has the same model_type, but no head that gives tokens."""
     wrong = [name for name in names or [] if not name.endswith(("ForCausalLM", "LMHeadModel"))]
     if wrong:
-        raise ExportError(f"{where}: {wrong[0]} is no causal language model; llama.cpp needs one with a head")
+        raise ExportError(
+            f"{where}: {wrong[0]} is not a causal language model; llama.cpp needs one with a head"
+        )
 
 
 def _load(folder: Path, packed: bool) -> nn.Module:

@@ -30,7 +30,7 @@ BYTES = {f"<0x{i:02X}>" for i in range(256)}
 
 @dataclass
 class Vocabulary:
-    """What the keys `tokenizer.*` of a file say; `notes` is what llama.cpp does otherwise."""
+    """The keys `tokenizer.*` of a file; `notes` lists where llama.cpp differs."""
 
     model: str
     size: int
@@ -80,21 +80,21 @@ def open_tokenizer(where: Any) -> Any:
 
 def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabulary:
     """The vocabulary for a model with `rows` embeddings."""
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
-    model = told["model"]
-    steps = _flat(told.get("pre_tokenizer"), "pretokenizers")
-    cleaners = _flat(told.get("normalizer"), "normalizers")
+    data = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = data["model"]
+    steps = _flat(data.get("pre_tokenizer"), "pretokenizers")
+    cleaners = _flat(data.get("normalizer"), "normalizers")
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise ExportError(
             "tokenizer: BPE with a prefix or suffix at word pieces is not known to llama.cpp; tokenizer=False writes "
             "a file without one"
         )
     if model["type"] == "BPE" and any(step["type"] == "ByteLevel" for step in steps):
-        found = _byte_level(told, steps, cleaners, rows, pre)
+        found = _byte_level(data, steps, cleaners, rows, pre)
     elif model["type"] == "BPE" and model.get("byte_fallback"):
-        found = _sentencepiece(tokenizer, told, steps, cleaners, rows)
+        found = _sentencepiece(tokenizer, data, steps, cleaners, rows)
     elif model["type"] == "Unigram":
-        found = _unigram(tokenizer, told, steps, cleaners, rows)
+        found = _unigram(tokenizer, data, steps, cleaners, rows)
     else:
         kind = "BPE without bytes"
         if model["type"] != "BPE":
@@ -109,12 +109,14 @@ def read_vocabulary(tokenizer: Any, rows: int, pre: str | None = None) -> Vocabu
 
 # -- the three kinds -------------------------------------------------------------------------------------
 def _byte_level(
-    told: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int, pre: str | None
+    data: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int, pre: str | None
 ) -> Vocabulary:
-    name, note = name_of(told, pre)
+    name, note = name_of(data, pre)
     found = Vocabulary("gpt2", rows, notes=[note] if note else [])
-    texts, kinds = _tokens(found, told, rows)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in told["model"]["merges"]]
+    texts, kinds = _tokens(found, data, rows)
+    merges = []
+    for merge in data["model"]["merges"]:
+        merges.append(merge if isinstance(merge, str) else " ".join(merge))
     _add_list(found, texts, kinds)
     found.keys |= {"tokenizer.ggml.pre": name, "tokenizer.ggml.merges": merges}
     if not merges:
@@ -128,29 +130,29 @@ def _byte_level(
 
 
 def _sentencepiece(
-    tokenizer: Any, told: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int
+    tokenizer: Any, data: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int
 ) -> Vocabulary:
     found = Vocabulary("llama", rows)
-    texts, kinds = _tokens(found, told, rows, tokenizer.unk_token_id)
+    texts, kinds = _tokens(found, data, rows, tokenizer.unk_token_id)
     lost = BYTES - set(texts)
     if lost:
         raise ExportError(
             f"tokenizer: {len(lost)} of the 256 byte tokens are missing, such as {min(lost)}; llama.cpp ends when a "
-            "text has a character that is no token"
+            "text has a character that is not a token"
         )
     _add_list(found, texts, kinds)
     found.keys["tokenizer.ggml.pre"] = "default"
-    found.keys["tokenizer.ggml.scores"] = _scores(found, told["model"], texts)
+    found.keys["tokenizer.ggml.scores"] = _scores(found, data["model"], texts)
     found.keys["tokenizer.ggml.add_space_prefix"] = _space_prefix(found, steps, cleaners)
     return found
 
 
 def _unigram(
-    tokenizer: Any, told: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int
+    tokenizer: Any, data: dict[str, Any], steps: list[Any], cleaners: list[Any], rows: int
 ) -> Vocabulary:
     found = Vocabulary("t5", rows)
-    model = told["model"]
-    texts, kinds = _tokens(found, told, rows, model.get("unk_id"))
+    model = data["model"]
+    texts, kinds = _tokens(found, data, rows, model.get("unk_id"))
     _add_list(found, texts, kinds)
     scores = [score for _, score in model["vocab"]]
     lowest = min(scores, default=0.0)
@@ -172,10 +174,10 @@ def _unigram(
 
 # -- tokens, types, scores -------------------------------------------------------------------------------
 def _tokens(
-    found: Vocabulary, told: dict[str, Any], rows: int, unknown: int | None = None
+    found: Vocabulary, data: dict[str, Any], rows: int, unknown: int | None = None
 ) -> tuple[list[str], list[int]]:
     """Text and type of each of `rows` tokens. Texts differ, because llama.cpp ends where two are equal."""
-    vocab = told["model"]["vocab"]
+    vocab = data["model"]["vocab"]
     if isinstance(vocab, dict):
         by_id = {i: t for t, i in vocab.items()}
     else:
@@ -184,7 +186,7 @@ def _tokens(
     for i, text in by_id.items():
         if text in BYTES:
             kinds[i] = BYTE
-    for token in told.get("added_tokens", []):
+    for token in data.get("added_tokens", []):
         by_id[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     if unknown is not None and unknown in by_id:
@@ -212,7 +214,9 @@ def _scores(found: Vocabulary, model: dict[str, Any], texts: list[str]) -> list[
     """Minus the rank of the first merge that makes a token; what no merge makes comes last."""
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    pairs = []
+    for m in model["merges"]:
+        pairs.append(tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m))
     for rank, (left, right) in enumerate(pairs):
         first.setdefault(left + right, rank)
         last[left + right] = rank
@@ -240,7 +244,8 @@ def _check_order(
 
 
 def _space_prefix(found: Vocabulary, steps: list[Any], cleaners: list[Any]) -> bool:
-    """Whether a space comes before a text, and where llama.cpp's rule (after every special token) is another one."""
+    """True if a space comes before a text; with a note where the rule of llama.cpp differs (after every special
+    token)."""
     prepends = any(step["type"] == "Prepend" and step.get("prepend") == SPACE for step in cleaners)
     for step in steps:
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
@@ -311,10 +316,13 @@ def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _flat(told: Any, inner: str) -> list[Any]:
+def _flat(data: Any, inner: str) -> list[Any]:
     """The steps of a (nested) Sequence."""
-    if told is None:
+    if data is None:
         return []
-    if told.get("type") == "Sequence":
-        return [step for part in told[inner] for step in _flat(part, inner)]
-    return [told]
+    if data.get("type") == "Sequence":
+        found: list[Any] = []
+        for part in data[inner]:
+            found.extend(_flat(part, inner))
+        return found
+    return [data]

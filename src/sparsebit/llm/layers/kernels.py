@@ -146,7 +146,7 @@ class Native:
 
 
 def _written(dtype: torch.dtype) -> torch.dtype:
-    """What the kernel writes, if `dtype` is wanted in the end."""
+    """The dtype that the kernel writes for a result in `dtype`."""
     return dtype if dtype == torch.bfloat16 else torch.float32
 
 

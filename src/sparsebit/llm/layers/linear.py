@@ -3,8 +3,7 @@ kernel, on GPUs by a Triton kernel; for many rows the weight is dequantized, pie
 torch's int4 kernel, or the whole weight is dequantized, used and dropped.
 
 Layers before it and adapters on top of it (PEFT) can be trained: the gradient of its input is made from the packed
-weight
-again, and no float copy waits for the backward pass.
+weight again, and no float copy waits for the backward pass.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ class QuantLinear(nn.Linear):
         """The forward without a gradient."""
         few = x.numel() <= kernels.ROWS * self.in_features
         native = self._find_native()
-        bias: Tensor | None = self._buffers[
-            "bias"
-        ]  # not through __getattr__: for one token every microsecond counts
+        # not through __getattr__: for one token every microsecond counts
+        bias: Tensor | None = self._buffers["bias"]
         if native is not None:
             out = native.multiply(x) if few else native.product(x)
             out = out if bias is None else out.add_(bias)
@@ -100,7 +98,7 @@ class QuantLinear(nn.Linear):
         return F.linear(x, self.dequantize(x.dtype), bias)
 
     def _find_native(self) -> kernels.Native | None:
-        """The weight for the native kernels; made anew when its tensors have moved."""
+        """The weight for the native kernels; made again when its tensors have moved."""
         if torch.compiler.is_compiling() or not kernels.wanted() or self.g_idx is not None:
             return None
         buffers = self._buffers

@@ -23,9 +23,8 @@ from sparsebit.registry import Registry
 
 Solved = QuantizedWeight | PrunedWeight
 Solver = Callable[..., Solved]
-Limit = tuple[
-    Callable[[Any], bool], str
-]  # the values that an option may have, and their description for errors
+# the values that an option may have, and their description for errors
+Limit = tuple[Callable[[Any], bool], str]
 ABOVE_ZERO: Limit = (lambda value: value > 0, "must be above 0")
 NOT_NEGATIVE: Limit = (lambda value: value >= 0, "must be 0 or more")
 AT_LEAST_ONE: Limit = (lambda value: value >= 1, "must be 1 or more")
@@ -68,9 +67,8 @@ class Method:
     format: str = "compressed-tensors"
 
     def __post_init__(self) -> None:
-        functools.update_wrapper(
-            self, self.solve
-        )  # the registry and `sparsebit list` read name, module and docstring
+        # the registry and `sparsebit list` read name, module and docstring
+        functools.update_wrapper(self, self.solve)
 
     def __call__(
         self, weight: Tensor, statistics: Statistics | None, spec: QuantSpec, **options: Any
@@ -135,7 +133,7 @@ def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def options_of(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that `function` takes."""
+    """The entries of `options` that `function` takes."""
     if _takes_everything(function):
         return dict(options)
     known = defaults_of(function)
@@ -147,7 +145,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def _takes_everything(function: Callable[..., Any]) -> bool:
-    """Whether `function` has `**options`, so that its options are not known."""
+    """True if `function` has `**options`, so that its options are not known."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 

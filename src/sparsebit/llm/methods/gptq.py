@@ -1,4 +1,4 @@
-"""gptq: columns are rounded one after the other, and the columns that follow make up for the error."""
+"""gptq: columns are rounded one after the other, and the columns that follow compensate the error."""
 
 from sparsebit.llm.methods import ABOVE_ZERO, CLIP, METHODS, NOT_NEGATIVE, Method
 from sparsebit.numeric.solvers.gptq import gptq

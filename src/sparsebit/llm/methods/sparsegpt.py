@@ -1,4 +1,4 @@
-"""sparsegpt: zeros column by column; the weights that remain make up for them."""
+"""sparsegpt: zeros column by column; the remaining weights compensate them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prune_and_mend(
     pattern: tuple[int, int] | None = None,
     damping: float = 0.01,
 ) -> PrunedWeight:
-    """Zeros column by column; the remaining weights make up for them, and for the errors of earlier layers."""
+    """Zeros column by column; the remaining weights compensate them, and the errors of earlier layers."""
     check_pattern(ratio, pattern)
     if statistics is None:
         return wanda(weight, None, ratio, pattern)

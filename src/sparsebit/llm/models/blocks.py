@@ -39,7 +39,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class Layout:
-    """What `find_blocks` found. Blocks of all towers that are quantized are numbered through."""
+    """The result of `find_blocks`. The blocks of all quantized towers have one common numbering."""
 
     towers: tuple[Tower, ...]  # that are quantized
     kept: tuple[tuple[str, int], ...]  # matrices that stay float: name, number of weights
@@ -48,12 +48,16 @@ class Layout:
 
     @cached_property
     def places(self) -> list[tuple[Tower, int]]:
-        """Of each block its tower and its number there."""
-        return [(tower, i) for tower in self.towers for i in range(len(tower))]
+        """The tower of each block, and its number there."""
+        found: list[tuple[Tower, int]] = []
+        for tower in self.towers:
+            for i in range(len(tower)):
+                found.append((tower, i))
+        return found
 
     @property
     def path(self) -> str:
-        """Of the largest tower."""
+        """The path of the largest tower."""
         return max(self.towers, key=lambda tower: tower.weights).path
 
     @property
@@ -72,10 +76,14 @@ class Layout:
         return tower.prefix(i)
 
     def names(self) -> list[str]:
-        return [self.prefix(i) + name for i, names in enumerate(self.linears) for name in names]
+        found: list[str] = []
+        for i, names in enumerate(self.linears):
+            for name in names:
+                found.append(self.prefix(i) + name)
+        return found
 
     def inside(self, name: str) -> bool:
-        """Whether a tensor belongs to a block that is quantized."""
+        """True if a tensor belongs to a block that is quantized."""
         return any(name.startswith(tower.path + ".") for tower in self.towers)
 
     def __str__(self) -> str:
@@ -114,9 +122,11 @@ def find_blocks(
         found = find_towers(model, names)
     chosen = _chosen(model, found, towers)
     _check_shared(model, chosen)
-    inside = {
-        f"{tower.path}.{i}.{name}" for tower in chosen for i, b in enumerate(tower.linears) for name in b
-    }
+    inside = set()
+    for tower in chosen:
+        for i, b in enumerate(tower.linears):
+            for name in b:
+                inside.add(f"{tower.path}.{i}.{name}")
     covered = {f"{name}.weight" for name in inside}
     for stack, parts in names.parts.items():
         owner = stack.rpartition(".")[0]
@@ -133,9 +143,8 @@ def find_towers(model: nn.Module, names: Names) -> list[Tower]:
     inside it."""
     lists = _lists(model)
     known = {name: _weights(module) for name, module in lists.items()}
-    largest = max(
-        known, key=lambda name: known[name], default=None
-    )  # of equals the outermost: it comes first
+    # of equals the outermost: it comes first
+    largest = max(known, key=lambda name: known[name], default=None)
     if largest is None or not known[largest]:
         raise ConfigError(
             "model: no ModuleList of decoder blocks with nn.Linear layers in it; name it with blocks='path.of.it'"
@@ -165,7 +174,11 @@ def _chosen(model: Any, found: list[Tower], towers: str | Sequence[str] | None) 
             raise ConfigError(f"towers: no tower is called {name!r}; there are: {there}; or say 'all'")
     if not asked:
         raise ConfigError(f"towers: is empty, so that nothing is quantized; there are: {there}")
-    return [tower for tower in found if any(_called(tower, name) for name in asked)]
+    result: list[Tower] = []
+    for tower in found:
+        if any(_called(tower, name) for name in asked):
+            result.append(tower)
+    return result
 
 
 def _check_shared(model: nn.Module, towers: list[Tower]) -> None:
@@ -191,12 +204,15 @@ def _usual(model: Any, found: list[Tower]) -> list[Tower]:
     if hasattr(model, "get_decoder"):
         decoder = model.get_decoder()
     inside = {name for name, module in model.named_modules() if decoder is not None and module is decoder}
-    words = [tower for tower in found if any(tower.path.startswith(name + ".") for name in inside)]
+    words = []
+    for tower in found:
+        if any(tower.path.startswith(name + ".") for name in inside):
+            words.append(tower)
     return [max(words or found, key=lambda tower: tower.weights)]
 
 
 def _called(tower: Tower, name: str) -> bool:
-    """By its path, or by whole parts of it: 'vision_tower', 'encoder.layers'."""
+    """Does the name mean this tower: by its path, or by whole parts of it ('vision_tower', 'encoder.layers')?"""
     return f".{name}." in f".{tower.path}."
 
 
@@ -204,7 +220,7 @@ def _tower(model: nn.Module, path: str, names: Names) -> Tower:
     lists = _lists(model)
     if path not in lists:
         raise ConfigError(
-            f"blocks: {path!r} is no ModuleList of this model; there are: {', '.join(lists) or 'none'}"
+            f"blocks: {path!r} is not a ModuleList of this model; there are: {', '.join(lists) or 'none'}"
         )
     sizes = [
         layer_sizes(block, lambda stack, shape, i=i: names.parts[f"{path}.{i}.{stack}"])  # type: ignore[misc]
@@ -220,11 +236,11 @@ def _tower(model: nn.Module, path: str, names: Names) -> Tower:
 
 
 def _lists(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module)
-    }
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
+            found[name] = module
+    return found
 
 
 def _is_block(block: nn.Module) -> bool:
@@ -239,7 +255,9 @@ def _nested(a: str, b: str) -> bool:
 
 def _others(lists: list[nn.Module]) -> str:
     """A line about layers that are no Linear."""
-    modules = [module for blocks in lists for module in blocks.modules()]
+    modules: list[nn.Module] = []
+    for blocks in lists:
+        modules.extend(blocks.modules())
     turned = sum(is_conv1d(m) for m in modules)
     stacks = sum(len(list(stacks_of(m))) for m in modules)
     found = [f"{turned} Conv1D"] * bool(turned) + [f"{stacks} tensors of stacked experts"] * bool(stacks)

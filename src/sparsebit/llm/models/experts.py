@@ -32,7 +32,7 @@ Naming = Callable[[str, Any], list[Part]]  # of a stack, by its name and shape
 
 
 def own_parts(name: str, shape: Any) -> list[Part]:
-    """Where checkpoints have no names for single experts."""
+    """Names of parts for checkpoints that have no names for single experts."""
     leaf = name.rpartition(".")[2]
     return [Part(e, f"{e}.{leaf}", (0, shape[1])) for e in range(shape[0])]
 
@@ -80,7 +80,7 @@ def layer_sizes(block: nn.Module, naming: Naming = own_parts) -> dict[str, int]:
 
 
 def unfold(block: nn.Module, naming: Naming = own_parts) -> nn.Module:
-    """In place: everything that is quantized becomes a Linear layer."""
+    """Turn every part that is quantized into a Linear layer, in place."""
     owners: list[tuple[str, Any]] = list(block.named_modules())
     for path, owner in owners:
         turn(owner)
@@ -100,7 +100,7 @@ def unfold(block: nn.Module, naming: Naming = own_parts) -> nn.Module:
 
 
 def turn(owner: nn.Module) -> None:
-    """In place: the Conv1D layers of a module become Linear layers."""
+    """Turn the Conv1D layers of a module into Linear layers, in place."""
     for name, child in list(owner.named_children()):
         if is_conv1d(child):
             setattr(owner, name, as_linear(child.weight.detach().T, child.bias))  # type: ignore[operator, arg-type]
@@ -155,7 +155,7 @@ def stacks_of(module: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_routed(block: nn.Module, name: str) -> bool:
-    """Whether a layer only gets the tokens that were sent to it."""
+    """True if a layer only gets the tokens that were sent to it."""
     return isinstance(block.get_submodule(name.rpartition(".")[0]), Expert)
 
 

@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass
 class Plan:
-    """Where every tensor of the model comes from."""
+    """The source of every tensor of the model."""
 
     entries: dict[str, Entry]  # by the first tensor that the entry makes
     made: dict[str, str]  # tensor of the model -> its entry
@@ -45,7 +45,10 @@ class Plan:
     def keys_of(self, tensors: Iterable[str]) -> list[str]:
         """The keys that these tensors of the model are made from."""
         entries = dict.fromkeys(self.made[name] for name in tensors if name in self.made)
-        return [key for entry in entries for key in self.entries[entry].keys]
+        found: list[str] = []
+        for entry in entries:
+            found.extend(self.entries[entry].keys)
+        return found
 
 
 class Names:
@@ -146,19 +149,20 @@ class Names:
     def to_files(self, tensors: Mapping[str, Tensor], packed: Iterable[str] = ()) -> dict[str, Tensor]:
         """Tensors of the model and the stored tensors of its `packed` layers, under the names of the files."""
         layers = {*packed, *self.layer_files}
-        found = {}
-        others = {}
+        found: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             layer, _, leaf = name.rpartition(".")
+            key = self.key(name)
             if layer in layers:
                 key = f"{self.layer_file(layer)}.{leaf}"
-            else:
-                key = self.key(name)
             if key is None:
                 others[name] = tensor
             else:
                 found[key] = tensor
-        return {**found, **(self._reverted(others) if others else {})}
+        if others:
+            found.update(self._reverted(others))
+        return found
 
     def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Through transformers' recipes, backwards."""
@@ -226,7 +230,12 @@ class Names:
 
 def packed_layers(keys: Iterable[str], suffixes: Sequence[str]) -> set[str]:
     """The layers that these keys hold packed: those with the first suffix of a format."""
-    return {key.removesuffix("." + leaf) for leaf in suffixes[:1] for key in keys if key.endswith("." + leaf)}
+    found: set[str] = set()
+    for leaf in suffixes[:1]:
+        for key in keys:
+            if key.endswith("." + leaf):
+                found.add(key.removesuffix("." + leaf))
+    return found
 
 
 def _part(key: str, ids: Tensor, rows: int) -> Part | None:
@@ -262,15 +271,21 @@ def _conversions(model: Any, reading: bool) -> list[Any]:
 
 
 def _split(conversions: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Those that only rename, and those that compute."""
+    """Split the steps into those that only rename, and those that compute."""
     computes = [c for c in conversions if hasattr(c, "operations")]
     return [c for c in conversions if not hasattr(c, "operations")], computes
 
 
 def _flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: t[0] if isinstance(t, list) else t for name, t in tensors.items()}
+    found: dict[str, Tensor] = {}
+    for name, t in tensors.items():
+        found[name] = t[0] if isinstance(t, list) else t
+    return found
 
 
 def _natural(name: str) -> list[tuple[int, Any]]:
     """Numbers by their size: expert 10 comes after expert 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
+    found: list[tuple[int, Any]] = []
+    for part in name.split("."):
+        found.append((0, int(part)) if part.isdigit() else (1, part))
+    return found

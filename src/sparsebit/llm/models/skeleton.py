@@ -16,7 +16,7 @@ from sparsebit.errors import ConfigError
 
 
 def skeleton(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
-    """What config.json describes; parameters take no memory, buffers that are not stored are real."""
+    """The model that config.json describes. Its parameters take no memory; buffers that are not stored are real."""
     written = read_config(folder)
     if not written.get("model_type"):
         raise ConfigError(
@@ -82,8 +82,8 @@ def class_of(names: list[str], settings: Any, folder: Path) -> Any:
     if not names:
         if usual is None:
             raise ConfigError(
-                f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is no language "
-                "model; write the class of the model there"
+                f"{folder}: config.json names no class under architectures, and {settings.model_type!r} is not a "
+                "language model; write the class of the model there"
             )
         return usual
     found = getattr(transformers, names[0], None)
@@ -123,12 +123,13 @@ def first_line(error: BaseException) -> str:
 def make_up(model: Any, names: list[str]) -> list[str]:
     """Tensors that checkpoints leave out because the class computes them, such as tables of sines; returns their
     names."""
-    patterns = [
-        pattern
-        for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing")
-        for pattern in getattr(model, kind, None) or ()
-    ]
-    found = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    patterns: list[str] = []
+    for kind in ("_keys_to_ignore_on_save", "_keys_to_ignore_on_load_missing"):
+        patterns.extend(getattr(model, kind, None) or ())
+    found = []
+    for name in names:
+        if any(re.search(pattern, name) for pattern in patterns):
+            found.append(name)
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in found):
         module = model.get_submodule(owner).to_empty(device="cpu")
         with torch.no_grad():
@@ -139,7 +140,7 @@ def make_up(model: Any, names: list[str]) -> list[str]:
 def tie_weights(model: Any, there: set[str] | None = None) -> None:
     """transformers' own way to make tied weights one again; `there` holds the names that came from files.
 
-    Two that should be one, but are in the files with different values, stay two, and the config says so.
+    Two that should be one, but have different values in the files, stay two, and the config records it.
     """
     if not hasattr(model, "tie_weights"):
         return

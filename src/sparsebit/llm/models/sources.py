@@ -37,7 +37,7 @@ class InMemory:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """Those of all towers that are quantized, one behind the other."""
+        """The blocks of all quantized towers, one behind the other."""
         lists: list[Any] = [self.model.get_submodule(tower.path) for tower in self.layout.towers]
         return nn.ModuleList(block for blocks in lists for block in blocks)
 
@@ -66,9 +66,10 @@ class InMemory:
     def rest(self) -> dict[str, Tensor]:
         """The tensors outside the blocks, under the names of the files; one of each pair of tied weights."""
         tied = tied_names(self.model)
-        state = {
-            n: t for n, t in self.model.state_dict().items() if not self.layout.inside(n) and n not in tied
-        }
+        state = {}
+        for n, t in self.model.state_dict().items():
+            if not self.layout.inside(n) and n not in tied:
+                state[n] = t
         return self.names.to_files({name: t.detach().contiguous() for name, t in state.items()})
 
     def extras(self) -> dict[str, Tensor]:
@@ -169,7 +170,9 @@ def open_source(model: Any, blocks: str | None = None, towers: str | Sequence[st
         return InMemory(model, blocks, towers)
     folder = Path(model)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {folder} is no folder with a config.json; pass a folder or an nn.Module")
+        raise ConfigError(
+            f"model: {folder} is not a folder with a config.json; pass a folder or an nn.Module"
+        )
     return OnDisk(folder, blocks, towers)
 
 
@@ -223,7 +226,7 @@ def read_tensors(files: dict[str, Path], names: Iterable[str]) -> Iterator[tuple
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Of tensors that are one, all names but the one that checkpoints use."""
+    """The names of tied tensors, without the one name that checkpoints use."""
     declared = getattr(model, "all_tied_weights_keys", None)
     if isinstance(declared, dict):
         second = set(declared)
@@ -244,7 +247,8 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def _dtypes(model: Any) -> dict[str, torch.dtype]:
-    """As transformers loads them: in the config's dtype, except what a model wants to keep in float32."""
+    """The dtypes in which transformers loads tensors: that of the config, except for those that a model keeps in
+    float32."""
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     plan = {}
     if hasattr(model, "_get_dtype_plan"):

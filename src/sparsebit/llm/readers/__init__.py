@@ -34,9 +34,8 @@ class Plan:
     format: str
     config: dict[str, Any]  # of config.json
     layers: dict[str, Packed]  # by their names in the model
-    tensors: dict[str, tuple[tuple[int, ...], str]] = field(
-        repr=False
-    )  # by their names in the files: shape, dtype
+    # by their names in the files: shape, dtype
+    tensors: dict[str, tuple[tuple[int, ...], str]] = field(repr=False)
     dtype: str = "float32"  # of the float part
     reordered: bool = False  # groups follow a g_idx
 
@@ -54,7 +53,7 @@ class Plan:
         return list(dict.fromkeys(layer.spec for layer in self.layers.values()))
 
     def with_settings(self, settings: Mapping[str, Any]) -> Plan:
-        """With more words in quantization_config."""
+        """A copy of the plan with more entries in quantization_config."""
         about = {**self.config["quantization_config"], **settings}
         config = {**self.config, "quantization_config": about}
         return Plan(self.format, config, self.layers, self.tensors, self.dtype, self.reordered)
@@ -96,7 +95,7 @@ class Reader:
     formats: ClassVar[tuple[str, ...]]
 
     def version(self) -> str:
-        """Of the installed program; empty where it is missing."""
+        """The version of the installed program; empty if it is missing."""
         return ""
 
     def judge(self, plan: Plan) -> Verdict:

@@ -21,7 +21,7 @@ KEYS = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "con
 
 
 class _NoSparsebit:
-    """What runs here must run without it."""
+    """Refuses imports of Sparsebit: the checkpoint must run without it."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == "sparsebit":
@@ -56,10 +56,9 @@ def class_of(transformers, name, config):
 def probe(torch, transformers, ask):
     """Loads tensors without memory through everything that from_pretrained does: names, shapes, stacked experts."""
     config = transformers.AutoConfig.from_pretrained(ask["config"])
-    state = {
-        name: torch.empty(shape, dtype=getattr(torch, kind), device="meta")
-        for name, (shape, kind) in ask["tensors"].items()
-    }
+    state = {}
+    for name, (shape, kind) in ask["tensors"].items():
+        state[name] = torch.empty(shape, dtype=getattr(torch, kind), device="meta")
     with still_packed():
         _, info = class_of(transformers, ask["architecture"], config).from_pretrained(
             None,
@@ -122,7 +121,7 @@ def listed(info):
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print is not an answer
     sys.stdout = sys.stderr
     modules = None
     wrong = ""

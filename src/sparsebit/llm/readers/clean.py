@@ -39,7 +39,9 @@ def ask(question: dict[str, Any]) -> dict[str, Any]:
             if answer:
                 break
             if last:
-                raise ExportError(f"the process that reads the checkpoint ended without an answer: {_said()}")
+                raise ExportError(
+                    f"the process that reads the checkpoint ended without an answer: {_last_line()}"
+                )
             _stop()
     found: dict[str, Any] = json.loads(answer)
     if not found["clean"]:
@@ -87,7 +89,7 @@ def _stop() -> None:
 atexit.register(_stop)
 
 
-def _said() -> str:
+def _last_line() -> str:
     """The last line of its output."""
     if _errors is None:
         return "nothing was printed"

@@ -16,7 +16,7 @@ from sparsebit.llm.models.blocks import find_blocks, linears_of
 
 
 def nf4(model: Any, blocks: str | None = None) -> Any:
-    """In place: the Linear layers of all decoder blocks become NF4 layers, and nothing trains any more.
+    """Turn the Linear layers of all decoder blocks into NF4 layers, in place; no parameter is trained any more.
 
     blocks  the path of the ModuleList of decoder blocks, where the largest is not it.
     """
@@ -52,7 +52,7 @@ def nf4_layer(weight: Tensor, bias: Tensor | None) -> Any:
 
 
 def is_nf4(layer: Any) -> bool:
-    """Whether it is a Linear4bit; asked without bitsandbytes, which takes seconds to import."""
+    """True for a Linear4bit. The check does not import bitsandbytes, which takes seconds."""
     return type(layer).__name__ == "Linear4bit" and hasattr(layer.weight, "quant_state")
 
 

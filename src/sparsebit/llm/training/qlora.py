@@ -182,7 +182,7 @@ def save(model: nn.Module, source: str | Path, folder: str | Path) -> None:
 
 
 def _save_own(model: nn.Module, source: Path, folder: Path) -> None:
-    """Of a user's own module, whose tensors have the same names in the files; the files are those of `source`."""
+    """Save a module of the user, whose tensors have the same names in the files of `source`."""
     config = json.loads((source / "config.json").read_text())
     layout = format_of(config["quantization_config"])
     tensors = dict(model.state_dict())

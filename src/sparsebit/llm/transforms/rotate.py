@@ -57,7 +57,7 @@ class Rotated(InMemory):
         ours, theirs = (_outside(s.model, s.blocks, batch, first) for s in (self, self.inner))
         if not _close(ours, theirs, theirs.dtype):
             raise ConfigError(
-                f"rotate: the model gives other logits when its embeddings are rotated; {WAY_OUT}"
+                f"rotate: the model returns different logits when its embeddings are rotated; {WAY_OUT}"
             )
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Rotated(InMemory):
         rotate_block(block, call, plain, self.q, self.layout.prefix(index)[:-1])
         if not _close(call.run(block, rotated), expected, exact):
             raise ConfigError(
-                f"rotate: {self.layout.prefix(index)[:-1]} gives another output when it is rotated; {WAY_OUT}"
+                f"rotate: {self.layout.prefix(index)[:-1]} returns a different output when it is rotated; {WAY_OUT}"
             )
         return block.to(kind)
 

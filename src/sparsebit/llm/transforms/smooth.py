@@ -24,7 +24,7 @@ TOLERANCE = 1e-3  # of the largest value; a wrong guess is off by tens of percen
 
 @dataclass(frozen=True)
 class Feeder:
-    """What makes the input of some layers: a norm (rows None), or a Linear whose row rows[c] makes channel c."""
+    """The producer of the input of some layers: a norm (rows None), or a Linear whose row rows[c] makes channel c."""
 
     name: str
     rows: Tensor | None = None
@@ -102,7 +102,7 @@ class Trial:
         self.expected = self._run(record=True)
 
     def keeps(self, feeder: Feeder, group: list[str]) -> bool:
-        """Whether all layers of the group and the block give the same with random scales."""
+        """True if all layers of the group, and the block, return the same values with random scales."""
         width = self.inputs[group[0]].shape[-1]
         generator = torch.Generator().manual_seed(0)
         scales = (torch.rand(width, generator=generator) + 0.5).to(self.hidden.device)

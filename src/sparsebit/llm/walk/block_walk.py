@@ -64,7 +64,8 @@ def walk(
 
 @dataclass(frozen=True)
 class _Streams:
-    """What flows through one tower. The first `fitted` batches are fitted on, the others are only measured on."""
+    """The hidden states of one tower. The first `fitted` batches are used for fitting, the others only for
+    measuring."""
 
     tower: int
     captured: Captured
@@ -180,7 +181,7 @@ def _solve_block(lanes: _Lanes, prefix: str, job: Job) -> tuple[dict[str, Solved
 
 
 def _stays(name: str, prefix: str, job: Job) -> bool:
-    """Whether a layer that got no input stays float: all but members of lists, experts that wait for other tokens.
+    """True if a layer without input stays float. Members of lists do not: they are experts that wait for other tokens.
 
     The block reads its weight without calling it (Mamba's dt_proj), or does not use it.
     """

@@ -40,7 +40,7 @@ class Call:
         return first_tensor(self.output(block, hidden))
 
     def cast(self, dtype: torch.dtype) -> Call:
-        """With all float tensors in `dtype`."""
+        """A copy with all float tensors in `dtype`."""
 
         def change(value: Any) -> Any:
             if isinstance(value, Tensor) and value.is_floating_point():
@@ -60,7 +60,7 @@ class Call:
 
 
 class Wrap:
-    """What a block returns beside the hidden state."""
+    """The values that a block returns beside the hidden state."""
 
     def __init__(self, others: list[Any], tree: Any) -> None:
         self.others = others

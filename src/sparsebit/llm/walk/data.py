@@ -32,12 +32,8 @@ PADDING = (
 IDS = ("input_ids", "decoder_input_ids")
 MASKS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 IGNORED = -100  # labels that do not count
-PLACES = (
-    "image_token_id",
-    "image_token_index",
-    "video_token_id",
-    "audio_token_id",
-)  # no words: filled by a tower
+# no words: filled by a tower
+PLACES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,13 @@ def prepare(model: nn.Module, batches: Any, widest: int, reads: bool = True) -> 
     if reads and tokens is not None and tokens < least:
         raise CalibrationError(
             f"batches: {tokens} tokens are too few for layers of {widest} inputs, which would fit these tokens and no "
-            f"others; give {least} or more, some thousand are a good start"
+            f"others; give {least} or more, a few thousand are a good start"
         )
     return divide(clean, takes, reads, tokens)
 
 
 def divide(batches: list[Any], takes: inspect.Signature, reads: bool, tokens: int | None) -> Data:
-    """The last sequences are held back; of batches whose sequences cannot be told apart, the last batches."""
+    """The last sequences are held back; if the sequences of batches cannot be separated, the last batches."""
     rows = [rows_of(batch, takes) for batch in batches]
     whole = None in rows  # a batch is the smallest piece
     sizes = [1 if whole else n or 1 for n in rows]
@@ -125,16 +121,17 @@ def named(batch: Any, takes: inspect.Signature) -> dict[str, Any] | None:
 
 
 def rows_of(batch: Any, takes: inspect.Signature) -> int | None:
-    """How many sequences a batch of tokens has; None where it holds something else, which cannot be cut by rows."""
+    """The number of sequences of a batch of tokens; None for other inputs, which cannot be cut by rows."""
     if not isinstance(batch, Tensor):
         given = named(batch, takes)
     else:
         given = {"": batch}
     tensors = {n: t for n, t in (given or {}).items() if isinstance(t, Tensor)}
     text = all(t.dim() == 2 and (not t.is_floating_point() or n.endswith("mask")) for n, t in tensors.items())
-    others = [
-        v for v in (given or {}).values() if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str)
-    ]
+    others = []
+    for v in (given or {}).values():
+        if isinstance(v, (Mapping, Sequence)) and not isinstance(v, str):
+            others.append(v)
     counts = {len(t) for t in tensors.values()}
     if text and not others and len(counts) == 1:
         return counts.pop()
@@ -146,7 +143,10 @@ def _cut(batch: Any, takes: inspect.Signature, rows: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[rows]
     given = named(batch, takes) or {}
-    return {n: v[rows] if isinstance(v, Tensor) else v for n, v in given.items()}
+    found = {}
+    for n, v in given.items():
+        found[n] = v[rows] if isinstance(v, Tensor) else v
+    return found
 
 
 def tokens_of(given: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def _shape(x: Tensor) -> str:
 
 
 def vocabulary_of(model: Any) -> int | None:
-    """How many tokens the model knows; of a user's own module, the rows of its longest embedding."""
+    """The size of the vocabulary; for a module of the user, the rows of its longest embedding."""
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     if hasattr(model, "get_input_embeddings") and not getattr(model.config, "is_encoder_decoder", False):
         with contextlib.suppress(NotImplementedError):  # a class without a single place for them
@@ -309,7 +309,8 @@ def _masks(model: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
 
 
 def _runs(pads: Tensor) -> Tensor:
-    """Where padding tokens fill an end of a row; a few of them may be the end of a text, or the start of an answer."""
+    """The runs of padding tokens at the ends of rows. A few of them may be the end of a text, or the start of an
+    answer."""
     found = torch.zeros_like(pads)
     for flip in (False, True):
         run = (pads.flip(1) if flip else pads).long().cumprod(1).bool()

@@ -23,9 +23,8 @@ from sparsebit.llm.walk.spill import Spilled
 
 ROOM = 2**30  # bytes of outputs that a lane keeps
 
-Key = tuple[
-    tuple[str, int], ...
-]  # a call: names of modules from outside in, and which call of each in its caller
+# a call: names of modules from outside in, and which call of each in its caller
+Key = tuple[tuple[str, int], ...]
 Note = Callable[[str, Tensor], None]
 Watched = tuple[set[str], Note]
 NOTHING: Watched = (set(), lambda name, x: None)
@@ -60,7 +59,7 @@ class Lane:
         return len(self.calls)
 
     def apart(self) -> Lane:
-        """The same, and nothing kept."""
+        """A new lane over the same block and batches, without kept outputs."""
         return Lane(self.block, self.calls, self.hidden)
 
     def settle(self, names: Iterable[str]) -> None:

@@ -67,7 +67,7 @@ class Relay:
 
     @property
     def fitted(self) -> int:
-        """How many batches are fitted on."""
+        """The number of batches that are used for fitting."""
         return len(self.batches) - self.held
 
     def towers(self, copies: bool = False, start: int = 0) -> Iterator[tuple[int, Captured]]:
@@ -165,7 +165,7 @@ class _Survey:
         return self.order, needed
 
     def _run(self, poisoned: dict[int, set[int]]) -> bool:
-        """Whether NaN arrives in another tower."""
+        """True if NaN arrives in another tower."""
         order: list[int] = []
         arrived: list[bool] = []
 

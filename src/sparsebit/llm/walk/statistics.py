@@ -49,9 +49,8 @@ def collect(
     largest: dict[str, Tensor] = {}
     tokens = dict.fromkeys(heads, 0)
     right: dict[str, list[Tensor]] = {}
-    routed = {
-        name for name in heads if is_routed(lane.block, name)
-    }  # the float model may send it other tokens
+    # the float model may send it other tokens
+    routed = {name for name in heads if is_routed(lane.block, name)}
 
     if float_lane:
         narrow = {name for name in heads if _narrow(lane.block, heads[name])} - routed
@@ -90,13 +89,12 @@ def collect(
             right.clear()
             float_lane.watch(i, heads, keep, narrow)
         lane.watch(i, heads, add)
-    found = {
-        head: PeakStatistics(
-            _whole(sums[head]), crosses.get(head), tokens[head], largest.get(head), aim=aims.get(head)
-        )
-        for head in heads
-        if head in sums
-    }
+    found = {}
+    for head in heads:
+        if head in sums:
+            found[head] = PeakStatistics(
+                _whole(sums[head]), crosses.get(head), tokens[head], largest.get(head), aim=aims.get(head)
+            )
     return {name: found[head] for head, group in heads.items() if head in found for name in group}
 
 

@@ -71,7 +71,7 @@ def _build(source: Path, compiler: str, flags: list[str]) -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native looks at: a home folder may be shared by different machines."""
+    """The name of the CPU, which decides -march=native: a home folder may be shared by different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -94,7 +94,7 @@ def of(w: Tensor, index: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Co
 def least(
     lib: ctypes.CDLL, w: Tensor, importance: Tensor, scales: Tensor, zeros: Tensor, bits: int
 ) -> tuple[Tensor, Tensor]:
-    """Of several grids (tries, *groups) for w (*groups, size), the one that loses least in each group.
+    """The best of several grids (tries, *groups) for w (*groups, size): the one that loses least in each group.
 
     importance   (size,) or, for w (rows, groups, size), (groups, size).
     """

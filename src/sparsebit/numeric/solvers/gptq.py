@@ -1,4 +1,4 @@
-"""GPTQ: columns are rounded one after the other, and those that follow make up for the error (Frantar et al., 2022).
+"""GPTQ: columns are rounded one after the other, and those that follow compensate the error (Frantar et al., 2022).
 
 With H = X^T X and U the upper Cholesky factor of its inverse, rounding w_j to q adds -(w_j - q) / U_jj * U_j,j+1: to
 the rest of the row. `cross` moves the target to the float layer's output on float inputs (cf. GPTAQ, Li et al., 2025):
@@ -25,7 +25,7 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a layer's inputs X (tokens, inputs) leave behind: sums, so that batches add up."""
+    """Sums over the inputs X (tokens, inputs) of a layer; the sums of batches can be added."""
 
     hessian: Tensor  # X^T X
     cross: Tensor | None = None  # (X_float - X)^T X, where the float model's inputs X_float differ
@@ -144,7 +144,8 @@ def target_of(w: Tensor, statistics: Statistics, h: Tensor) -> Tensor:
 
 
 def _factor(h: Tensor, act_order: bool, dtype: torch.dtype) -> Factored:
-    """With H = R R^T, H^-1 = R^-T R^-1 = U^T U: one factorisation, of H turned around, instead of two.
+    """The factor U of H^-1. With H = R R^T, H^-1 = R^-T R^-1 = U^T U: one factorisation, of H turned around, instead of
+    two.
 
     It is made in float64; U is as well conditioned as a root of H, so the rest may be `dtype`.
     """
@@ -159,7 +160,7 @@ def _factor(h: Tensor, act_order: bool, dtype: torch.dtype) -> Factored:
 
 
 def _inverse(lower: Tensor) -> Tensor:
-    """Of a lower triangle, by halves: nearly all of the work is products."""
+    """The inverse of a lower triangle, by halves: nearly all of the work is products."""
     n = len(lower)
     if n <= BLOCK:
         one = torch.eye(n, dtype=lower.dtype, device=lower.device)
@@ -235,7 +236,7 @@ def output_error(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
 def better_rows(
     w: Tensor, h: Tensor, a: QuantizedWeight, b: QuantizedWeight, lost: Tensor
 ) -> QuantizedWeight:
-    """Of two solutions with one grouping, the better one for each row; `lost` is the error of the first."""
+    """The better row of two solutions with one grouping, for each row; `lost` is the error of the first."""
     take = (output_error(w, h, b) < lost)[:, None]
     return replace(
         a,

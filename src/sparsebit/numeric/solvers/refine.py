@@ -19,7 +19,7 @@ BLOCK = 128
 
 
 def refine_grid(w: Tensor, h: Tensor, q: QuantizedWeight, rounds: int) -> QuantizedWeight:
-    """So many rounds of both steps; w (outputs, inputs) and h float32, h positive definite."""
+    """Run `rounds` rounds of both steps; w (outputs, inputs) and h are float32, h is positive definite."""
     for _ in range(rounds):
         q = replace(q, scales=best_scales(w, h, q))
         q = replace(q, codes=best_codes(w, h, q))
@@ -53,7 +53,7 @@ def best_codes(w: Tensor, h: Tensor, q: QuantizedWeight) -> Tensor:
 
 
 def _sums(x: Tensor, size: int) -> Tensor:
-    """Of runs of `size` values; the last one may be shorter."""
+    """The sums of runs of `size` values; the last run may be shorter."""
     return F.pad(x, (0, -x.shape[1] % size)).unflatten(1, (-1, size)).sum(-1)
 
 

@@ -21,7 +21,7 @@ from sparsebit.numeric.spec import QuantSpec
 
 @dataclass(frozen=True)
 class PeakStatistics(Statistics):
-    """With the largest |x| of each input."""
+    """Statistics with the largest |x| of each input."""
 
     peak: Tensor | None = None
 

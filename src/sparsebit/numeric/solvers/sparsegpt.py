@@ -1,4 +1,4 @@
-"""SparseGPT: single weights go one column after the other, and the columns that follow make up for the error.
+"""SparseGPT: single weights are removed one column after the other, and the columns that follow compensate the error.
 
 Frantar and Alistarh, SparseGPT, 2023. With H = X^T X of the layer's inputs and U the upper Cholesky factor of its
 inverse, removing w_j costs w_j^2 / U_jj^2, and -w_j / U_jj * U_j,j+1: is added to the rest of the row.

@@ -13,7 +13,7 @@ from sparsebit.numeric.masks import keep_best, n_of_m
 
 @dataclass(frozen=True)
 class PrunedWeight:
-    """What a pruning solver chose for a matrix (outputs, inputs): the dense weight, with zeros."""
+    """The result of a pruning solver for a matrix (outputs, inputs): the dense weight, with zeros."""
 
     weight: Tensor
 

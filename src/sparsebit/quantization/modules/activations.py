@@ -46,9 +46,8 @@ class _Clip6(QuantOpr):
 
 class _Softmax(QuantOpr):
     """Softmax over one dimension. The -inf or -1e9 of a mask must not stretch the grid. A value that is `SPAN` below
-    the largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is masked altogether
-    has
-    equal values, which any grid keeps equal."""
+    the largest value of its row has no probability (exp(-16) is 1e-7), and saturates. A row that is completely masked
+    has equal values, which any grid keeps equal."""
 
     SPAN = 16.0
 

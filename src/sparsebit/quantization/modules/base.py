@@ -152,10 +152,9 @@ class QuantOpr(Opr):
         if args:
             return (self.quantized_input(args[0]), *args[1:])
         found = (k for k, v in kwargs.items() if k == "tensors" or isinstance(v, Tensor))
+        key = next(found, None)
         if self.input_name in kwargs:
             key = self.input_name
-        else:
-            key = next(found, None)
         if key is not None:
             kwargs[key] = self.quantized_input(kwargs[key])
         return args
@@ -195,7 +194,7 @@ class QuantOpr(Opr):
             self.drop_correction()
 
     def weight_group(self, asked: int | None) -> int | None:
-        """How many values of the weight share a scale; None: a whole channel. Linear layers have groups."""
+        """The number of values of the weight that share a scale; None: a whole channel. Linear layers have groups."""
         return None
 
     @property
@@ -221,14 +220,12 @@ class QuantOpr(Opr):
         if bias.dtype != torch.float32:
             return bias
         step = x.current_qparams().scale * w.current_qparams().scale
-        if len(step) > 1 and len(bias) != len(
-            step
-        ):  # the groups of a transposed convolution share their scales
+        # the groups of a transposed convolution share their scales
+        if len(step) > 1 and len(bias) != len(step):
             step = step.repeat(len(bias) // len(step))
         codes = (bias.detach().double() / step).round()
-        rounded = torch.where(
-            codes.abs() < 2**31, codes.float() * step, bias.detach()
-        )  # or int32 cannot hold it
+        # or int32 cannot hold it
+        rounded = torch.where(codes.abs() < 2**31, codes.float() * step, bias.detach())
         # the gradient passes
         if bias.requires_grad:
             return rounded + (bias - bias.detach())
@@ -294,7 +291,7 @@ class MultipleInputsQuantOpr(Opr):
         self.input_quantizer_generated = False
 
     def wants_input_quant(self, config: Any) -> bool:
-        """Whether `config` asks for quantized inputs of this op."""
+        """True if `config` asks for quantized inputs of this op."""
         return bool(self.apply_input_quant)
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
@@ -309,7 +306,9 @@ class MultipleInputsQuantOpr(Opr):
             call = insert_module_before(model, node, arg, f"{node.name}_identity{i}", QIdentity())
             call.meta["path"] = f"{node.meta.get('path', node.name)}_identity{i}"
         if self.operands:  # a value that is also the bias stays float there
-            chosen = {key for operand in self.operands for key in operand}
+            chosen: set[int | str] = set()
+            for operand in self.operands:
+                chosen.update(operand)
             node.args = tuple(
                 new if i in chosen else old for i, (new, old) in enumerate(zip(node.args, args))
             )
@@ -354,7 +353,9 @@ def define(name: str, kind: type[Opr], *sources: Any, doc: str = "") -> Any:
 
     A source is a module class, a function, or a string: the name of a Tensor method.
     """
-    ops = [getattr(torch.Tensor, s) if isinstance(s, str) else s for s in sources]
+    ops = []
+    for s in sources:
+        ops.append(getattr(torch.Tensor, s) if isinstance(s, str) else s)
     where = sys._getframe(1).f_globals["__name__"]  # where the row stands: pickle looks the class up there
     cls = type(name, (kind,), {"__doc__": doc or kind.__doc__, "__module__": where})
     return register_qmodule(dict.fromkeys(ops))(cls)

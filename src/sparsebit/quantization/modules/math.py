@@ -113,8 +113,9 @@ class QAdd(MultipleInputsQuantOpr):
         self.apply_input_quant = config is None or bool(config.a.qadd.enable_quant)
 
     def prepare_input_quantizer(self, node: fx.Node, model: fx.GraphModule) -> int:
-        """Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum that is added in float
-        anyway, because a reader needs it in float; but a convolution is integer only if its output is quantized.
+        """Quantize both inputs. Not for a mask that is added to logits: the softmax quantizes the sum. Not for a sum
+        that is added in float anyway, because a reader needs it in float; but a convolution is integer only if its
+        output is quantized.
         """
         if feeds_softmax(node, model):
             self.why_float = "the softmax behind it quantizes the sum"

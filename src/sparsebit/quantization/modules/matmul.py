@@ -50,9 +50,8 @@ class _Attention(MultipleInputsQuantOpr):
         quantizer = self.probs.input_quantizer
         if quantizer is None or quantizer.absorbed:
             return self.op(*args, **kwargs)
-        if (
-            quantizer.mode is Mode.FLOAT and not quantizer._forward_hooks
-        ):  # a hook wants to see the probabilities
+        # a hook wants to see the probabilities
+        if quantizer.mode is Mode.FLOAT and not quantizer._forward_hooks:
             return self.op(*args, **kwargs)
         return self.by_steps(*args, **kwargs)
 
@@ -80,7 +79,7 @@ class _Attention(MultipleInputsQuantOpr):
             scores = scores + attn_mask
         probs = scores.softmax(-1)
         if attn_mask is not None:
-            probs = probs.nan_to_num(0.0)  # a row that is masked altogether attends to nothing, as in torch
+            probs = probs.nan_to_num(0.0)  # a row that is completely masked attends to nothing, as in torch
         return F.dropout(self.probs(probs), dropout_p) @ value
 
 

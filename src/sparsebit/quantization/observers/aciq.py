@@ -26,7 +26,7 @@ BELL = 2.0  # one-sided data whose mean is that many deviations away from 0 is a
 
 @lru_cache
 def clip_alpha(bits: int, distribution: str) -> float:
-    """Where a wider range costs as much rounding as it saves clipping; by bisection, for any bits."""
+    """The range at which more rounding costs as much as less clipping saves; by bisection, for any bits."""
     low = 0.0
     high = 100.0
     for _ in range(60):
@@ -83,7 +83,7 @@ def moments(bins: Bins, shape: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def half_spread(bins: Bins, shape: str) -> Tensor:
-    """The same of a bell around 0 of which only one half is there; exact zeros are what ReLU cut off."""
+    """The spread of a bell around 0 with only one half; the exact zeros are the values that ReLU cut off."""
     size = ((bins.lo.double() + bins.hi.double()) / 2).abs()
     count = torch.where(size > 0, bins.count, 0).double()
     total = count.sum(1).clamp(min=1)

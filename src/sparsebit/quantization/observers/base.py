@@ -48,7 +48,7 @@ class DataCache:
         return self._data_cache
 
     def get_batch_size(self) -> int | None:
-        """How many images were seen; None for weights."""
+        """The number of observed images; None for weights."""
         if self.qdesc.target is QuantTarget.WEIGHT:
             return None
         return sum(len(d) for d in self._data_cache)
@@ -127,7 +127,7 @@ class Observer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define calc_minmax()")
 
     def merge(self, other: Self) -> None:
-        """As if this observer had also seen the batches of `other`. Subclasses add their own state."""
+        """Add the batches of `other`, as if this observer had seen them. Subclasses add their own state."""
         if type(other) is not type(self):
             raise CalibrationError(f"cannot merge {type(other).__name__} into {type(self).__name__}")
         if other.low is not None and other.high is not None:

@@ -2,7 +2,7 @@
 
     ema <- r * ema + (1 - r) * image,  the first image starts it;  [1, 2, 3, 10] -> 2.161 with r = 0.9
 
-By definition it depends on the order of images. Merging is exact all the same: after n images ema is
+By definition it depends on the order of images. Merging is still exact: after n images ema is
 r^(n-1) * first + tail, so (n, first, tail) is all that a later part needs to be appended.
 """
 
@@ -62,7 +62,7 @@ class MovingAverageObserver(ImageObserver):
         return low, high
 
     def merge(self, other: Self) -> None:
-        """As if the batches of `other` had come after those seen here."""
+        """Add the batches of `other`, as if they had come after those of this observer."""
         super().merge(other)
         if other.first is not None and other.tail is not None:
             self._append(other.first, other.tail, other.images)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def world_size() -> int:
-    """How many ranks share the work; 1 where torch.distributed is not in use."""
+    """The number of ranks that share the work; 1 if torch.distributed is not in use."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -41,7 +41,7 @@ class RunningSum:
         self.error = self.error.to(values.device) + lost
 
     def merge(self, other: RunningSum) -> None:
-        """As if everything added to `other` had been added here."""
+        """Add the sum of `other` to this one."""
         if other.total is None or other.error is None:
             return
         self.add(other.total, other.count)

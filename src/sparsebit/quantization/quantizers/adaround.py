@@ -67,7 +67,7 @@ class SoftRounding:
     def decide(self, share: float) -> None:
         """Fix that share of the weights, the most decided first: where h is clamped, it has no gradient.
 
-        The others make up for what that costs, so that nothing is left to chance at the end.
+        The others compensate the cost, so that every weight is decided at the end.
         """
         count = round(share * self.v.numel())
         if count:

@@ -85,17 +85,15 @@ class Quantizer(nn.Module):
         self.observer.keeps_batches |= _applies(type(self), "keeps_batches", "calc_qparams")
         self.dims: int | None = None  # of the values that it quantizes, once that is known
         self.mode = Mode.FLOAT
-        self.absorbed: bool = (
-            config.quantizer.disable
-        )  # True: never quantizes (fused into its neighbour, or disabled)
+        # True: never quantizes (fused into its neighbour, or disabled)
+        self.absorbed: bool = config.quantizer.disable
         self.backend = Backend.VIRTUAL
         self.pair_rule = (
             False  # a weight whose neighbouring codes add up to at most 128, see numeric/pair_sums.py
         )
         self.reuse: Reuse | None = None
-        self.tied: list[
-            Quantizer
-        ] = []  # these, itself included, read one value and get one grid (one_grid.py)
+        # these, itself included, read one value and get one grid (one_grid.py)
+        self.tied: list[Quantizer] = []
         self.known_range: tuple[float, float] | None = None  # whatever calibration sees (known_ranges.py)
         self.on_regrid: Callable[[], None] | None = None  # called when set_bit() changes a calibrated grid
         self.on_export: Callable[[Quantizer, Tensor], Tensor] | None = None  # replaces rounding
@@ -112,11 +110,11 @@ class Quantizer(nn.Module):
         return fake_quantize(x, grid, self.spec, inplace, self.grad_scale(x))
 
     def grad_scale(self, x: Tensor) -> float:
-        """What the gradients of a learned scale and zero point are multiplied with."""
+        """The factor for the gradients of a learned scale and zero point."""
         return 1.0
 
     def transform(self, x: Tensor) -> Tensor:
-        """What happens to a value before it is rounded; an export takes it along."""
+        """Change a value before it is rounded; the exported file contains this step."""
         return x
 
     def current_qparams(self) -> QParams:
@@ -348,9 +346,8 @@ class Quantizer(nn.Module):
         text = f"{self.TYPE}, {self.qdesc}, observer={self.observer.TYPE.lower()}"
         if self.unused:
             return f"{text}, saw no float data"
-        if (
-            self.mode is Mode.EXPORT
-        ):  # a traced scale has no values; transformers prints modules while it runs
+        # a traced scale has no values; transformers prints modules while it runs
+        if self.mode is Mode.EXPORT:
             return text
         if not self.calibrated:
             return f"{text}, not calibrated"
@@ -375,9 +372,8 @@ class Quantizer(nn.Module):
             saved = state_dict[prefix + name] = saved.reshape(-1)
             if saved.shape != mine.shape:
                 mine.data = torch.empty_like(saved, device=mine.device)
-            if name == "scale" and bool(
-                (saved != 0).any()
-            ):  # folded: equalize per tensor, batch norms per channel
+            # folded: equalize per tensor, batch norms per channel
+            if name == "scale" and bool((saved != 0).any()):
                 self.qdesc.is_perchannel = len(saved) > 1
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.unused = bool((self.scale == UNUSED).all())

@@ -26,7 +26,7 @@ class DoReFaQuantizer(BaseQuantizer):
         self._plain = False  # the same as a plain value: an exporter cannot branch on a tensor
 
     def drop_transform(self) -> None:
-        """From now on only round: a folded batch norm has changed the weights, and with them their maximum."""
+        """Only round from now on: a folded batch norm has changed the weights, and with them their maximum."""
         self.plain.fill_(True)
         self._plain = True
 

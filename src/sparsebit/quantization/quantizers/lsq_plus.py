@@ -1,8 +1,7 @@
 """LSQ+: scale and zero point are learned (Bhalgat et al., LSQ+, CVPR workshops 2020).
 
 Starts at the observer's range: mse, unless the config names another. With minmax, symmetric weights start as in the
-paper, at max|mean +- 3 std|. A symmetric grid has no zero
-point to learn.
+paper, at max|mean +- 3 std|. A symmetric grid has no zero point to learn.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ class LSQPlusQuantizer(BaseQuantizer):
 
     def update_observer(self, x: Tensor) -> None:
         super().update_observer(x)
-        if (
-            QuantTarget.WEIGHT in self.cfg.target and self.is_symmetric
-        ):  # weights come whole, so this is exact
+        # weights come whole, so this is exact
+        if QuantTarget.WEIGHT in self.cfg.target and self.is_symmetric:
             rows = as_channels(in_groups(x.detach().float(), self.spec.group), self.spec.axis)
             mean = rows.mean(1)
             std = rows.std(1, correction=0)

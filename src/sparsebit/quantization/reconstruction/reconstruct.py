@@ -148,7 +148,9 @@ class _Walk:
         inputs, exact = ([{n: v[n] for n in unit.inputs} for v in lane.values] for lane in lanes)
         with quantized(self.gm, unit.nodes, False, False):
             self.float_lane.run(unit.nodes)
-        targets = [[values[n] for n in unit.outputs] for values in self.float_lane.values]
+        targets = []
+        for values in self.float_lane.values:
+            targets.append([values[n] for n in unit.outputs])
         self.samples = Samples(unit, self.store, inputs, exact if self.quant_lane else inputs, targets)
 
     def past(self, unit: Unit) -> None:
@@ -192,7 +194,7 @@ class _Lane(Lane):
 
 @contextmanager
 def quantized(gm: fx.GraphModule, nodes: Sequence[fx.Node], w: bool, a: bool) -> Iterator[None]:
-    """What `nodes` run is quantized, or float, inside the block."""
+    """Inside the block, the modules of `nodes` compute quantized, or in float."""
     with ExitStack() as stack:
         for node in nodes:
             if node.op == "call_module":
@@ -243,7 +245,7 @@ class Finished:
 
 
 def _fingerprint(unit: Unit, walk: _Walk) -> str:
-    """What a unit is learned from: its options and bits, and the float outputs, which tell weights and data."""
+    """A hash of the inputs of a unit's learning: options, bits, and float outputs, which depend on weights and data."""
     digest = hashlib.sha256(unit.name.encode())
     for layer in unit.layers:
         quantizer = weight_quantizer(layer)

@@ -56,7 +56,7 @@ class Samples:
         self.separable = self._look()
 
     def _look(self) -> bool:
-        """How many images each batch has; whether all values can be split into images of the same shape."""
+        """The number of images of each batch, and whether all values can be split into images of the same shape."""
         shapes = set()
         separable = True
         for i in range(len(self.targets)):
@@ -85,10 +85,9 @@ class Samples:
         )
         index = index[:, torch.randperm(index.shape[1], generator=generator)[:count]]
         parts = [self._drawn(int(b), index[1][index[0] == b], mix, generator) for b in index[0].unique()]
-        env = {
-            n: v if n in self.constants else torch.cat([p[0][n] for p in parts])
-            for n, v in parts[0][0].items()
-        }
+        env = {}
+        for n, v in parts[0][0].items():
+            env[n] = v if n in self.constants else torch.cat([p[0][n] for p in parts])
         return env, [torch.cat(column) for column in zip(*(p[1] for p in parts))]
 
     def _drawn(
@@ -111,7 +110,9 @@ class Samples:
             return value[rows.to(value.device)]
 
         inputs = (self.float_inputs if exact else self.inputs)[batch].items()
-        env = {n: self.store.get(v) if n in self.constants else take(v) for n, v in inputs}
+        env = {}
+        for n, v in inputs:
+            env[n] = self.store.get(v) if n in self.constants else take(v)
         return env, [] if exact else [take(t) for t in self.targets[batch]]
 
 

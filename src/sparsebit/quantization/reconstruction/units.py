@@ -1,16 +1,16 @@
 """Units of reconstruction: stretches of the graph that are matched to the float network as a whole.
 
 The graph is cut wherever only one value connects its two sides. A stretch between two cuts that holds several layers,
-such as a residual block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck without
-shortcut); a
-stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may have several inputs and
-several outputs.
+such as a residual block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck
+without shortcut); a stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may
+have several inputs and several outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -46,7 +46,11 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
     done: set[QuantOpr] = set()
     units = []
     for nodes in ranges:
-        layers = [m for node in nodes for m in _layers_of(node, gm, learns) if m not in done]
+        layers = []
+        for node in nodes:
+            for m in _layers_of(node, gm, learns):
+                if m not in done:
+                    layers.append(m)
         layers = list(dict.fromkeys(layers))
         done.update(layers)
         if layers:
@@ -56,7 +60,7 @@ def find_units(gm: fx.GraphModule, learns: Learns, kind: str = "block") -> list[
 
 def _layers_of(node: fx.Node, gm: fx.GraphModule, learns: Learns) -> list[QuantOpr]:
     """The layers that a node runs: one, or those inside an island."""
-    inside = ()
+    inside: Iterable[Any] = ()
     if node.op == "call_module":
         inside = module_of(node, gm).modules()
     return [m for m in inside if isinstance(m, QuantOpr) and learns(m)]
@@ -69,7 +73,10 @@ def _unit(nodes: Sequence[fx.Node], layers: Sequence[QuantOpr], weighted: set[fx
     for node in nodes:
         if node in weighted or behind.intersection(node.all_input_nodes):
             behind.add(node)
-    outputs = [n for n in nodes if n in behind and any(user not in inside for user in n.users)]
+    outputs = []
+    for n in nodes:
+        if n in behind and any(user not in inside for user in n.users):
+            outputs.append(n)
     named = [str(n.meta.get("path", n.name)) for n in nodes if n in weighted]
     if len(named) == 1:
         name = named[0]

@@ -64,7 +64,9 @@ def has_other_sizes(batches: Any) -> bool:
     """Do listed batches differ in more than the number of samples? torch.export keeps the sizes of images."""
     if not isinstance(batches, (list, tuple)):
         return False
-    shapes = {tuple(x.shape[1:] for x in pytree.tree_leaves(b) if isinstance(x, Tensor)) for b in batches}
+    shapes = set()
+    for b in batches:
+        shapes.add(tuple(x.shape[1:] for x in pytree.tree_leaves(b) if isinstance(x, Tensor)))
     return len(shapes) > 1
 
 

@@ -29,7 +29,7 @@ class Waiting(NamedTuple):
 
 
 def waiting_for_batch(source: Any, gm: fx.GraphModule, options: Mapping[str, Any]) -> Waiting | None:
-    """What the first batch needs to decide; None: there is nothing to decide."""
+    """The facts that the first batch needs for its decision; None if there is no decision."""
     signature = gm.meta.get("signature")
     if signature is None or options["example"] is not None or options["trace"] == "export":
         return None

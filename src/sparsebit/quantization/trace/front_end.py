@@ -33,7 +33,7 @@ def to_graph(model: Any, config: QuantConfig, example: Any, front_end: str) -> f
     if not isinstance(model, nn.Module) or hasattr(model, "named_quantizers"):
         what = "a QuantModel already"
         if not isinstance(model, nn.Module):
-            what = f"{model!r}, which is no nn.Module"
+            what = f"{model!r}, which is not an nn.Module"
         raise TraceError(f"QuantModel(model, ...): expected an instance of nn.Module in float, got {what}")
     call = None
     if example is not None:

@@ -81,7 +81,9 @@ def _ordered(graph: Graph, ranks: list[int]) -> list[list[int]]:
         sources.setdefault(b, []).append(a)
     place = dict.fromkeys(range(len(graph.nodes)), 0.0)
     for row in rows:
-        mean = {n: sum(place[s] for s in sources.get(n, [])) / max(len(sources.get(n, [])), 1) for n in row}
+        mean = {}
+        for n in row:
+            mean[n] = sum(place[s] for s in sources.get(n, [])) / max(len(sources.get(n, [])), 1)
         row.sort(key=lambda n: mean[n])
         place.update({n: i - (len(row) - 1) / 2 for i, n in enumerate(row)})
     return rows

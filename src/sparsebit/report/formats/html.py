@@ -75,11 +75,12 @@ def _tiles(facts: Facts) -> str:
 
 
 def _fixes(facts: Facts) -> str:
-    fixes = [
-        f"<b>{escape(x.name)}</b> alone leaves {decibel(x.effect)} at the output. Its own output goes from "
-        f"{decibel(x.own)} to {decibel(x.fixed)} with <code>{escape(x.fix)}</code>"
-        for x in facts.hurt_most
-    ]
+    fixes = []
+    for x in facts.hurt_most:
+        fixes.append(
+            f"<b>{escape(x.name)}</b> alone leaves {decibel(x.effect)} at the output. Its own output goes from "
+            f"{decibel(x.own)} to {decibel(x.fixed)} with <code>{escape(x.fix)}</code>"
+        )
     todo = [re.sub("`(.*?)`", r"<code>\1</code>", escape(text)) for text in facts.todo]
     return _items([*fixes, *todo])
 
@@ -182,15 +183,16 @@ def _layers(layers: Sequence[Layer]) -> str:
 
 
 def _channels(facts: Facts) -> str:
-    rows: list[list[Cell]] = [
-        [
-            (name, None),
-            (str(before), before),
-            (str(after), after),
-            (f"{100 * after / before:.0f} %", after / before),
-        ]
-        for name, before, after in facts.pruned
-    ]
+    rows: list[list[Cell]] = []
+    for name, before, after in facts.pruned:
+        rows.append(
+            [
+                (name, None),
+                (str(before), before),
+                (str(after), after),
+                (f"{100 * after / before:.0f} %", after / before),
+            ]
+        )
     if not rows:
         return ""
     return _channel_bars(facts.pruned) + _table(["layer", "before", "after", "stays"], rows)
@@ -221,7 +223,10 @@ def _channel_bars(pruned: Sequence[tuple[str, int, int]]) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]], anchor: str = "row") -> str:
     if not rows:
         return ""
-    used = [i for i in range(len(head)) if any(row[i][0] for row in rows)]
+    used = []
+    for i in range(len(head)):
+        if any(row[i][0] for row in rows):
+            used.append(i)
     head = [head[i] for i in used]
     rows = [[row[i] for i in used] for row in rows]
     titles = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)

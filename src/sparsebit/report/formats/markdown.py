@@ -31,22 +31,23 @@ def as_markdown(facts: Facts) -> str:
             "MACs",
         ]
         head += ["runs in"]
-        rows = [
-            [
-                x.name,
-                x.op,
-                x.bits or x.state,
-                x.scheme or x.how,
-                x.range,
-                x.clipped,
-                decibel(x.effect),
-                decibel(x.own),
-                f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "",
-                count(x.macs) if x.macs else "",
-                x.backend,
-            ]
-            for x in facts.layers
-        ]
+        rows = []
+        for x in facts.layers:
+            rows.append(
+                [
+                    x.name,
+                    x.op,
+                    x.bits or x.state,
+                    x.scheme or x.how,
+                    x.range,
+                    x.clipped,
+                    decibel(x.effect),
+                    decibel(x.own),
+                    f"{size(x.bytes)} → {size(x.quantized_bytes)}" if x.bytes else "",
+                    count(x.macs) if x.macs else "",
+                    x.backend,
+                ]
+            )
         parts += ["## Layers", _table(head, rows)]
     if facts.graph is not None and facts.graph.mermaid:
         parts += ["## Graph", f"```mermaid\n{facts.graph.mermaid.strip()}\n```"]
@@ -65,7 +66,10 @@ def as_markdown(facts: Facts) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns without a word in them are left out."""
-    used = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    used = []
+    for i in range(len(head)):
+        if any(row[i] for row in rows):
+            used.append(i)
     head = [head[i] for i in used]
     rows = [[row[i] for i in used] for row in rows]
     cell = lambda text: str(text).replace("|", "\\|").replace("\n", " ")

@@ -25,9 +25,8 @@ def layers_before_additions(gm: fx.GraphModule, oprs: dict[str, Any]) -> set[str
         if node.op == "call_module":
             path = str(node.target)
         if path:
-            found |= {
-                name for name in oprs if name == path or name.startswith(f"{path}.")
-            }  # a part that is not traced
+            # a part that is not traced
+            found |= {name for name in oprs if name == path or name.startswith(f"{path}.")}
         if not _is_convolution(oprs.get(path)):
             todo += node.all_input_nodes
     return found

@@ -81,9 +81,8 @@ def _steps(walk: Walk, round_to: int) -> list[int]:
 
 
 def _find_steps(walk: Walk, round_to: int) -> list[int]:
-    channels = torch.zeros(
-        len(walk.labels), dtype=torch.long
-    )  # per class; where layers differ, the common divisor
+    # per class; where layers differ, the common divisor
+    channels = torch.zeros(len(walk.labels), dtype=torch.long)
     for _, attribute, labels in walk.sizes if round_to != 1 else ():
         if "groups" not in attribute:
             roots, counts = walk.labels.roots(labels).unique(return_counts=True)
@@ -123,7 +122,7 @@ def within(
     whole = exact(walk.gm)
     if not whole:
         raise ConfigError(
-            f"{of}: the model has none on this example, so a share of them is no budget; give ratio instead"
+            f"{of}: the model has none on this example, so a share of them is not a budget; give ratio instead"
         )
     limit = budget * whole
     fits = lambda cut: exact(cut.compact()) <= limit

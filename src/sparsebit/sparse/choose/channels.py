@@ -46,7 +46,7 @@ def choose_channels(
         raise ConfigError(
             "RATIO: is 0 for every layer, so nothing may be removed; a budget needs a RATIO above 0"
         )
-    judged, goes = decisions(walk, oprs, decided, share)
+    judged, removed = decisions(walk, oprs, decided, share)
     if not bool(judged.any()):
         check_judged(walk, oprs, scores, ratios)
     elif budget:
@@ -66,7 +66,7 @@ def choose_channels(
         if budget:
             ((name, left),) = budget.items()
             return allocate.within(walk, choose, name, left, round_to, progress)
-        decided = [classes[goes[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
+        decided = [classes[removed[classes] & (ratios[classes] > 0)] for classes in walk.dimensions()]
         return torch.cat([choose(share), *decided])
 
     if section.round_to == allocate.AUTO:

@@ -115,7 +115,7 @@ def decisions(walk: Walk, oprs: Oprs, decided: dict[str, Any], share: float) -> 
     """The classes that masks decide about, and those of them that are removed."""
     n = len(walk.labels)
     judged = torch.zeros(n, dtype=torch.bool)
-    stays = torch.zeros(n, dtype=torch.bool)
+    saved = torch.zeros(n, dtype=torch.bool)
     for part in walk.slices.values():
         if not part.produces:
             continue
@@ -127,7 +127,7 @@ def decisions(walk: Walk, oprs: Oprs, decided: dict[str, Any], share: float) -> 
             kept = _decision(opr, path, name, part.axis, decided, share)
         roots = walk.labels.roots(part.labels)
         if kept is None:
-            stays[roots] = True
+            saved[roots] = True
             continue
         if kept.shape != roots.shape:
             raise ConfigError(
@@ -135,15 +135,15 @@ def decisions(walk: Walk, oprs: Oprs, decided: dict[str, Any], share: float) -> 
                 f"{len(roots)} channels; return one for each, or None"
             )
         judged[roots] = True
-        stays[roots[kept]] = True
-    stays[FIXED] = True
-    goes = judged & ~stays
+        saved[roots[kept]] = True
+    saved[FIXED] = True
+    removed = judged & ~saved
     for classes in walk.dimensions():
-        if bool(goes[classes].all()):
+        if bool(removed[classes].all()):
             raise ConfigError(
                 "calc_mask: masks every channel of a layer, so the layer would be empty; keep at least one"
             )
-    return judged, goes
+    return judged, removed
 
 
 def _decision(

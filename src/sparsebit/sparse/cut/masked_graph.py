@@ -38,7 +38,7 @@ class MaskedGraph(fx.GraphModule):
 
     @classmethod
     def of(cls, gm: fx.GraphModule) -> MaskedGraph:
-        """The same graph over the same layers."""
+        """A copy of the graph over the same layers."""
         made = cls(gm, gm.graph, type(gm).__name__)
         made.meta = gm.meta
         set_training(made, training_flags(gm))

@@ -118,7 +118,9 @@ def build_sparsers(gm: fx.GraphModule, cfg: SparseConfig) -> None:
 
 
 def warn_of_unmatched(gm: fx.GraphModule, cfg: SparseConfig) -> None:
-    names = [name for path, (_, others) in layer_names(gm).items() for name in (path, *others)]
+    names: list[str] = []
+    for path, (_, others) in layer_names(gm).items():
+        names.extend((path, *others))
     names += [n for node in gm.graph.nodes for n in (node.name, str(node.target))]
     missed = unmatched(cfg.sparser, names)
     if missed:
@@ -168,13 +170,14 @@ def without_masks(model: fx.GraphModule, walk: Walk) -> Tensor:
     statistics = statistics_of(model)
     by_themselves = {path for path, opr in oprs.items() if opr.masks_itself}
     read = {str(node.target) for node in walk.gm.graph.nodes if node.op == "get_attr"}
-    stay = [
-        part.labels
-        for part in walk.slices.values()
-        if (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
-        and mask_at(model, part.path, oprs) is None
-        and part.path.rpartition(".")[0] not in by_themselves
-    ]
+    stay = []
+    for part in walk.slices.values():
+        if (
+            (part.path in read or isinstance(walk.tensor(part.path), nn.Parameter))
+            and mask_at(model, part.path, oprs) is None
+            and part.path.rpartition(".")[0] not in by_themselves
+        ):
+            stay.append(part.labels)
     stay += [labels for path, labels in walk.normed.items() if not hasattr(oprs.get(path), "kept")]
     stay += [labels for name, labels in walk.statistics.items() if name not in statistics]
     return walk.labels.roots(torch.cat([torch.zeros(0, dtype=torch.long), *map(Tensor.flatten, stay)]))
@@ -188,7 +191,9 @@ def set_masks(model: fx.GraphModule, cut: Cut) -> None:
     for part in cut.walk.slices.values():
         mask = mask_at(model, part.path, oprs)
         if mask is not None:
-            line = [-1 if d == part.axis else 1 for d in range(mask.dim())]
+            line = []
+            for d in range(mask.dim()):
+                line.append(-1 if d == part.axis else 1)
             mask.logical_and_(cut.keeps(part.labels).view(line).to(mask.device))
     for path, labels in cut.walk.normed.items():
         if hasattr(oprs.get(path), "kept"):

@@ -125,7 +125,10 @@ class _Sizes:
         if len(now) != len(before) or all(b in (-1, n) for n, b in zip(now, before)):
             return None
         given = self.parts(given, len(before), at)
-        return [g if b in (-1, n) else self.scaled(g, n, b, at) for g, n, b in zip(given, now, before)]
+        found = []
+        for g, n, b in zip(given, now, before):
+            found.append(g if b in (-1, n) else self.scaled(g, n, b, at))
+        return found
 
     # -- reads -----------------------------------------------------------------------------------------
     def restore(self, node: fx.Node, old: fx.Node) -> None:
@@ -247,10 +250,9 @@ def _narrow(sizes: _Sizes, node: fx.Node, old: fx.Node) -> None:
         start, length = (sizes.was(old, *name) for name in names)
         begin = start % len(kept) if start < 0 else start
         counts = (kept[:begin], start), (kept[begin : begin + length], length)
-        new = [
-            sizes.scaled(argument(node, *name), int(part.sum()), was, node)
-            for name, (part, was) in zip(names, counts)
-        ]
+        new = []
+        for name, (part, was) in zip(names, counts):
+            new.append(sizes.scaled(argument(node, *name), int(part.sum()), was, node))
         node.args = (argument(node, 0, "input"), dim, *new)
         node.kwargs = {}
 

@@ -50,7 +50,10 @@ class Cut:
 
     def shape(self, labels: Tensor) -> list[int]:
         lost = self.axes(labels)
-        return [int(lost[d].sum()) if d in lost else n for d, n in enumerate(labels.shape)]
+        found: list[int] = []
+        for d, n in enumerate(labels.shape):
+            found.append(int(lost[d].sum()) if d in lost else n)
+        return found
 
     def of_value(self, value: Tensor, labels: Tensor) -> Tensor:
         """The kept part of a value."""
@@ -70,7 +73,9 @@ class Cut:
         for cut in self.walk.slices.values():
             tensor = tensor_at(gm, cut.path)
             kept = self.keeps(cut.labels).to(tensor.device)
-            line = [-1 if d == cut.axis else 1 for d in range(tensor.dim())]
+            line = []
+            for d in range(tensor.dim()):
+                line.append(-1 if d == cut.axis else 1)
             if cut.path not in self.walk.divisors and not cut.path.endswith(("running_mean", "running_var")):
                 with torch.no_grad():
                     tensor.mul_(kept.view(line))
@@ -126,7 +131,7 @@ class Cut:
             setattr(module, attribute, (left,) if attribute == "normalized_shape" else left)
 
     def _path(self, model: nn.Module, path: str) -> str:
-        """The path of a parameter in `model`, where `F.linear` is no module as in the graph."""
+        """The path of a parameter in `model`, where `F.linear` is not a module as in the graph."""
         owner, _, name = path.rpartition(".")
         try:
             model.get_submodule(owner)
@@ -142,9 +147,8 @@ class _Checked(Runner):
         super().__init__(gm)
         self.cut = cut
         self.old = {node.name: node for node in cut.walk.gm.graph.nodes}
-        self.settled: list[
-            fx.Node
-        ] = []  # conditions on the number of channels, which the cut changed; conditions on inputs stay
+        # conditions on the number of channels, which the cut changed; conditions on inputs stay
+        self.settled: list[fx.Node] = []
 
     def run_node(self, n: fx.Node) -> Any:
         old = self.old.get(n.name)

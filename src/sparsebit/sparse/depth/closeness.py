@@ -29,7 +29,7 @@ def values_at(gm: fx.GraphModule, names: set[str], call: Call) -> dict[str, Tens
                 raise _SeenAll
 
     runner = Runner(gm, keep)
-    runner.extra_traceback = False  # _SeenAll is no error
+    runner.extra_traceback = False  # _SeenAll is not an error
     with contextlib.suppress(_SeenAll):
         runner.run_on(call)
     return seen

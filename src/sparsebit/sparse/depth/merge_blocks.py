@@ -58,8 +58,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Pair:
-    goes: Block
-    stays: Block
+    first: Block  # it is merged into the second
+    second: Block
     between: list[fx.Node]  # activations, from the addition of the first block to the second
     widths: tuple[int, int]  # inner channels of both
     stream: int  # channels of the value that both are added to
@@ -95,7 +95,7 @@ def merge(
         pairs = find_pairs(gm)
         if blocks == "auto":
             pairs = _leaving_none_out([pair for pair in pairs if pair.narrow])
-        return {pair.goes.name: pair for pair in pairs}
+        return {pair.first.name: pair for pair in pairs}
 
     if isinstance(blocks, str) and blocks != "auto":
         blocks = [blocks]
@@ -109,7 +109,7 @@ def _leaving_none_out(pairs: list[Pair]) -> list[Pair]:
     """The pairs that leave no block alone: every other pair of a row with an even number of blocks."""
     rows: dict[str, list[Pair]] = {}  # by the block that a row ends with
     for pair in pairs:
-        rows[pair.stays.name] = [*rows.pop(pair.goes.name, []), pair]
+        rows[pair.second.name] = [*rows.pop(pair.first.name, []), pair]
     return [pair for row in rows.values() for pair in (row[::2] if len(row) % 2 else row)]
 
 
@@ -128,11 +128,11 @@ def _best(
         _fit(whole, trials, pairs, calls.first(CHOICE))
         error, i = min((error, i) for i, error in enumerate(errors_of(whole, trials, calls.first(CHOICE))))
         pair = pairs[i]
-        log.info("merge: %s is merged into %s, error %.3g", pair.goes.name, pair.stays.name, error)
+        log.info("merge: %s is merged into %s, error %.3g", pair.first.name, pair.second.name, error)
     merged = _merged(small, pair)
     if calls is not None:
         _fit(whole, [merged], [pair], calls)
-    return pair.goes.name, merged
+    return pair.first.name, merged
 
 
 # -- what can be merged --------------------------------------------------------------------------------
@@ -142,18 +142,20 @@ def find_pairs(gm: fx.GraphModule) -> list[Pair]:
     names = distinct([(block.name, block.add.name) for block in listed])
     blocks = {block.add: replace(block, name=name) for block, name in zip(listed, names)}
     pairs: list[Pair] = []
-    for stays in blocks.values():
-        node = stays.kept
-        readers = {stays.nodes[0], stays.add}
+    for second in blocks.values():
+        node = second.kept
+        readers = {second.nodes[0], second.add}
         between = list[fx.Node]()
         while set(node.users) == readers and node not in blocks and op_of(node, gm) in ACTIVATIONS:
             between.insert(0, node)
             readers = {node}
             node = node.all_input_nodes[0]
-        goes = blocks.get(node)
-        if goes is not None and set(node.users) == readers and goes.forms == stays.forms:
-            one, other = (_first_conv(gm, block) for block in (goes, stays))
-            pairs.append(Pair(goes, stays, between, (one.out_channels, other.out_channels), one.in_channels))
+        first = blocks.get(node)
+        if first is not None and set(node.users) == readers and first.forms == second.forms:
+            one, other = (_first_conv(gm, block) for block in (first, second))
+            pairs.append(
+                Pair(first, second, between, (one.out_channels, other.out_channels), one.in_channels)
+            )
     return pairs
 
 
@@ -162,14 +164,13 @@ def _blocks(gm: fx.GraphModule) -> Iterator[Block]:
     for add in gm.graph.nodes:
         if not add.op.startswith("call") or op_of(add, gm) not in ADDS or add.kwargs or len(add.args) != 2:
             continue
-        for kept, goes in (add.args, add.args[::-1]):
-            nodes = _chain(goes, kept)
+        for kept, end in (add.args, add.args[::-1]):
+            nodes = _chain(end, kept)
             forms = [_form(node, gm) for node in nodes]
             if re.fullmatch("c[na]*cn?", "".join(form[0] for form in forms)):
                 layers = [str(node.target) for node, form in zip(nodes, forms) if form[0] != "a"]
-                forms[1:] = [
-                    form[:4] if form[0] == "c" else form for form in forms[1:]
-                ]  # its bias is computed
+                # its bias is computed
+                forms[1:] = [form[:4] if form[0] == "c" else form for form in forms[1:]]
                 if all(calls[layer] == 1 for layer in layers):
                     yield Block(common_path(layers), kept, nodes, add, forms)
 
@@ -209,11 +210,11 @@ def _side_by_side(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}
-    kept = nodes[pair.goes.kept.name]
+    kept = nodes[pair.first.kept.name]
     between = [nodes[node.name] for node in pair.between]
-    before = nodes[pair.stays.kept.name]
-    first = nodes[pair.stays.nodes[0].name]
-    adds = [nodes[b.add.name] for b in (pair.goes, pair.stays)]
+    before = nodes[pair.second.kept.name]
+    first = nodes[pair.second.nodes[0].name]
+    adds = [nodes[b.add.name] for b in (pair.first, pair.second)]
     for add in adds:  # not in place: two nodes read this value
         add.op = "call_function"
         add.target = torch.add
@@ -231,26 +232,26 @@ def _merged(gm: fx.GraphModule, pair: Pair) -> fx.GraphModule:
     """Merge the layers of both blocks into the second, which becomes wider."""
     small = _side_by_side(gm, pair)
     nodes = {node.name: node for node in small.graph.nodes}
-    goes = pair.goes
-    stays = pair.stays
-    last = pair.stays.last
-    add = nodes[goes.add.name]
-    nodes[stays.add.name].replace_input_with(add, nodes[goes.kept.name])
-    for node in (add, *reversed([nodes[n.name] for n in goes.nodes])):
+    one_block = pair.first
+    other_block = pair.second
+    last = pair.second.last
+    add = nodes[one_block.add.name]
+    nodes[other_block.add.name].replace_input_with(add, nodes[one_block.kept.name])
+    for node in (add, *reversed([nodes[n.name] for n in one_block.nodes])):
         small.graph.erase_node(node)
-    for i, (one, other) in enumerate(zip(goes.nodes, stays.nodes)):
-        if stays.forms[i][0] != "a" and i <= last:
+    for i, (one, other) in enumerate(zip(one_block.nodes, other_block.nodes)):
+        if other_block.forms[i][0] != "a" and i <= last:
             wide = _side(module_of(one, gm), module_of(other, gm), 1 if i == last else 0)
             if i == last:  # the constant of its output is fitted: in the norm, if there is one
-                normed = last + 1 < len(stays.nodes)
+                normed = last + 1 < len(other_block.nodes)
                 zeros = wide.weight.new_zeros(len(wide.weight))
                 if normed:
                     wide.bias = None
                 else:
                     wide.bias = nn.Parameter(zeros)
             small.set_submodule(str(other.target), wide)
-    if last + 1 < len(stays.nodes):  # it gets other statistics
-        norm = stays.nodes[-1]
+    if last + 1 < len(other_block.nodes):  # it gets other statistics
+        norm = other_block.nodes[-1]
         small.set_submodule(str(norm.target), copy.deepcopy(module_of(norm, gm)))
     tracer = gm._tracer_cls
     small = fx.GraphModule(small, small.graph)  # drop the layers that have no call any more
@@ -286,18 +287,18 @@ def _fit(
     moments: list[Any] = [0.0] * len(trials)
     draw = torch.Generator().manual_seed(0)
     for call in calls:
-        wanted = values_at(whole, {pair.stays.add.name for pair in pairs}, call)
+        wanted = values_at(whole, {pair.second.add.name for pair in pairs}, call)
         for i, (trial, pair) in enumerate(zip(trials, pairs)):
-            read = pair.stays.nodes[pair.stays.last - 1].name
-            kept = pair.goes.kept.name
+            read = pair.second.nodes[pair.second.last - 1].name
+            kept = pair.first.kept.name
             seen = values_at(trial, {read, kept}, call)
-            lacks = wanted[pair.stays.add.name] - seen[kept]
+            lacks = wanted[pair.second.add.name] - seen[kept]
             moments[i] = moments[i] + moment(
                 Layer(_last_conv(trial, pair)), seen[read], lacks, ROWS, draw
             ).sum(0)
     for trial, pair, sums in zip(trials, pairs, moments):
         conv = _last_conv(trial, pair)
-        norms = (trial.get_submodule(str(node.target)) for node in pair.stays.nodes[pair.stays.last + 1 :])
+        norms = (trial.get_submodule(str(node.target)) for node in pair.second.nodes[pair.second.last + 1 :])
         size = float(conv.weight.flatten(1).norm(dim=1).mean())  # the norm of both filters, side by side
         solve(sums, size, Layer(conv, *norms))
 
@@ -307,4 +308,4 @@ def _first_conv(gm: fx.GraphModule, block: Block) -> Any:
 
 
 def _last_conv(gm: fx.GraphModule, pair: Pair) -> Any:
-    return gm.get_submodule(str(pair.stays.nodes[pair.stays.last].target))
+    return gm.get_submodule(str(pair.second.nodes[pair.second.last].target))

@@ -123,10 +123,10 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
     for node in gm.graph.nodes:
         if not node.op.startswith("call") or op_of(node, gm) not in ADDS or node.kwargs:
             continue
-        for kept, goes in (node.args[:2], node.args[1::-1]):
-            if not isinstance(kept, fx.Node) or not isinstance(goes, fx.Node):
+        for kept, end in (node.args[:2], node.args[1::-1]):
+            if not isinstance(kept, fx.Node) or not isinstance(end, fx.Node):
                 continue
-            only = _needed_by(goes, node, kept)
+            only = _needed_by(end, node, kept)
             saved = sum(run.macs[n.name] for n in only)
             layers = [str(n.target) for n in only if n.op == "call_module" and run.macs[n.name]]
             shape = shapes.get(node, ())
@@ -145,11 +145,11 @@ def _branches(gm: fx.GraphModule, call: Call) -> list[Branch]:
     return [replace(b, name=name) for b, name in zip(found, distinct([(b.name, b.add) for b in found]))]
 
 
-def _needed_by(goes: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
-    """The nodes that only `goes` and `add` need."""
+def _needed_by(end: fx.Node, add: fx.Node, kept: fx.Node) -> list[fx.Node]:
+    """The nodes that no other node than the branch and the addition needs."""
     only: dict[fx.Node, None] = {}
     gone = {add}
-    waiting = [goes]
+    waiting = [end]
     while waiting:
         node = waiting.pop()
         others = {user for user in node.users if not _is_checked(user)}
@@ -191,7 +191,10 @@ def _is_norm(node: fx.Node, gm: fx.GraphModule) -> bool:
 def distinct(names: list[tuple[str, str]]) -> list[str]:
     """A name that occurs several times gets the name of the addition."""
     every = [name for name, _ in names]
-    return [name if every.count(name) == 1 else f"{name}:{add}" for name, add in names]
+    found: list[str] = []
+    for name, add in names:
+        found.append(name if every.count(name) == 1 else f"{name}:{add}")
+    return found
 
 
 def common_path(paths: list[str]) -> str:
@@ -202,7 +205,7 @@ def common_path(paths: list[str]) -> str:
 
 
 def _without(gm: fx.GraphModule, branch: Branch, layers: nn.Sequential) -> fx.GraphModule:
-    """The same parameters without the branch, and with `layers`."""
+    """A graph over the same parameters without the branch, and with `layers`."""
     graph = copy.deepcopy(gm.graph)
     small = fx.GraphModule(gm, graph)
     nodes = {node.name: node for node in graph.nodes}

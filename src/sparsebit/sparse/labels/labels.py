@@ -14,7 +14,7 @@ MEETS_FIXED = "channels meet an input, a constant, or others that are kept"
 
 
 def thin(labels: Tensor) -> Tensor:
-    """The same labels, stored once along every axis on which they repeat (stride 0)."""
+    """Equal labels that are stored once along every axis on which they repeat (stride 0)."""
     shape = labels.shape
     for d in range(labels.dim()):
         first = labels.narrow(d, 0, 1) if shape[d] else labels
@@ -104,11 +104,11 @@ class Labels:
     def varies(self, labels: Tensor) -> list[int]:
         """The axes along which the labels differ."""
         roots = self.roots(stored(labels)[0])
-        return [
-            d
-            for d in range(roots.dim())
-            if roots.shape[d] > 1 and bool((roots != roots.narrow(d, 0, 1)).any())
-        ]
+        found: list[int] = []
+        for d in range(roots.dim()):
+            if roots.shape[d] > 1 and bool((roots != roots.narrow(d, 0, 1)).any()):
+                found.append(d)
+        return found
 
     def along(self, labels: Tensor, axis: int) -> Tensor:
         """One label per position of `axis`; the other axes are joined."""

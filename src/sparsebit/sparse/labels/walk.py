@@ -193,7 +193,7 @@ class Walk:
         return changed
 
     def _parts(self, labels: Tensor, axis: int) -> tuple[int, int]:
-        """How many parts would be left to choose from along `axis` if the other axes were joined.
+        """The number of parts that remain to choose from along `axis` if the other axes are joined.
 
         Parts that layers make count first: rows of a table that the example does not reach are no channels.
         """
@@ -247,7 +247,9 @@ def _that_may_vanish(places: list[tuple[int, ...]], fixed: set[int]) -> list[boo
     """`places` are the axes and values of each dimension. A dimension that is the only one somewhere never
     vanishes."""
     inside = Counter(i for where in places for i in where)
-    needed = [any(inside[i] == 1 and i not in fixed for i in where) for where in places]
+    needed = []
+    for where in places:
+        needed.append(any(inside[i] == 1 and i not in fixed for i in where))
     kept = fixed.union(*(where for where, stays in zip(places, needed) if stays))
     return [not stays and kept.issuperset(where) for where, stays in zip(places, needed)]
 

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms, estimated anew for a model that lost channels."""
+"""Running statistics of batch norms, estimated again for a model that lost channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRIOR = 32  # values: the old statistics count as so many
 
 @torch.no_grad()
 def reestimate(model: nn.Module, calls: Iterable[tuple[Any, Any]]) -> int:
-    """Estimate the running statistics of batch norms anew on `calls`; returns the number of norms."""
+    """Estimate the running statistics of batch norms again on `calls`; returns the number of norms."""
     norms: list[Any] = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     if not norms:
         return 0

@@ -219,9 +219,8 @@ class _Paused(Runner):
         self.nodes = list(gm.graph.nodes)
         self.places = {node: i for i, node in enumerate(self.nodes)}
         # how often each node will be asked for
-        if wanted is None:
-            self.wanted = {}
-        else:
+        self.wanted: Mapping[fx.Node, int] = {}
+        if wanted is not None:
             self.wanted = wanted
         self.noted: dict[fx.Node, Tensor] = {}
         self.shapes: dict[fx.Node, Any] = {}

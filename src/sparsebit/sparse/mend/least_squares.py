@@ -2,7 +2,7 @@
 targets.
 
 If a batch norm follows, the norm of a filter only changes how fast training turns the filter. So filters get
-a wanted norm (docs/experiments.md has the measurements), and the batch norm makes up for it.
+a wanted norm (docs/experiments.md has the measurements), and the batch norm compensates it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def moment(
 
 
 def total(layer: Layer, y: Tensor, batch: int = 0) -> Tensor:
-    """The same without x: the number of positions, and the sum over y."""
+    """The sums without x: the number of positions, and the sum over y."""
     if isinstance(layer.linear, nn.Linear):
         rows = y
     else:
@@ -85,10 +85,9 @@ def _read(linear: Any, x: Tensor, at: Sequence[Tensor]) -> Tensor:
     if len(at) == 1:
         return x[at[0]]
     starts = [place * stride for place, stride in zip(at[1:], linear.stride)]
-    taps = [
-        _at(x, (at[0], *(s + k * d for s, k, d in zip(starts, tap, linear.dilation))))
-        for tap in itertools.product(*map(range, linear.kernel_size))
-    ]
+    taps = []
+    for tap in itertools.product(*map(range, linear.kernel_size)):
+        taps.append(_at(x, (at[0], *(s + k * d for s, k, d in zip(starts, tap, linear.dilation)))))
     return torch.stack(taps, 2).flatten(1)
 
 

@@ -84,7 +84,8 @@ class SRMSNorm(_OverLastAxis, nn.RMSNorm):
 
 @register_smodule(sources=[nn.GroupNorm])
 class SGroupNorm(_OverKept, nn.GroupNorm):
-    """With one group it works like a layer norm. Otherwise whole groups are removed, and `kept` is not used."""
+    """A group norm. With one group it works like a layer norm. Otherwise whole groups are removed, and `kept` is not
+    used."""
 
     axis = 1
 

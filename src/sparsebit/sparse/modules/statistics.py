@@ -34,7 +34,7 @@ class Statistic(nn.Module):
         return self.target(input, *args, **kwargs)
 
     def set(self, kept: Tensor) -> None:
-        """With all channels kept, the forward does nothing extra."""
+        """Set the kept channels. If all channels are kept, the forward has no extra work."""
         self.kept = (kept[:0].flatten() if bool(kept.all()) else kept).to(self.kept.device)
 
     def extra_repr(self) -> str:

@@ -157,13 +157,13 @@ def by_output(layer: nn.Module, name: str, value: Tensor) -> Tensor:
 
 
 def per_output(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
-    """From the score of every weight to the score of every channel that the layer makes."""
+    """Turn the score of every weight into the score of every channel that the layer makes."""
     return per_channel(by_output(layer, name, worth), int(isinstance(layer, nn.Embedding)))
 
 
 def on_axis(layer: nn.Module, name: str, worth: Tensor) -> Tensor:
-    """From the score of every channel that the layer makes to the score of every position on their axis of
-    the parameter.
+    """Turn the score of every channel that the layer makes into the score of every position on their axis of the
+    parameter.
 
     A transposed convolution has the channels of one group there: the same channel of every group is one
     position.

@@ -29,7 +29,7 @@ def call_of(example: Any, model: nn.Module) -> Call:
 
 
 def check_model(model: Any) -> None:
-    """Refuse a value that is no float model, or that has weights that are not finite."""
+    """Refuse a value that is not a float model, or that has weights that are not finite."""
     _check_forward(model)
     if any(hasattr(module, "named_quantizers") for module in model.modules()):
         raise SparsebitError(

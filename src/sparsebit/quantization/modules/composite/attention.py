@@ -93,6 +93,7 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         scores = q @ k.transpose(-2, -1)
         # without padding and weights torch believes the hint and does not look at attn_mask
         hint = is_causal and key_padding_mask is None and not need_weights
+        mask: Tensor | None
         if hint:
             mask = _causal(scores)
         else:
@@ -134,7 +135,7 @@ class QMultiheadAttention(Opr, nn.MultiheadAttention):
         return torch.cat(rows, 1) if len(rows) > 1 else x
 
     def _mask(self, scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """What to add to `scores` (batch, head, query, key); appended keys are seen by all."""
+        """The tensor to add to `scores` (batch, head, query, key); all queries see appended keys."""
         total = None
         appended = int(self.bias_k is not None) + int(self.add_zero_attn)
         for name, mask in (("attn_mask", attn_mask), ("key_padding_mask", padding)):

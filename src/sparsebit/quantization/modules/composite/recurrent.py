@@ -65,6 +65,7 @@ class Recurrent(QuantOpr):
                 self._modules[name] = weight
         self.state = QState().train(self.training)
         # a projection shrinks the state: it reads another value than it returns
+        self.unprojected: QState | None
         if getattr(self, "proj_size", 0):
             self.unprojected = QState().train(self.training)
         else:

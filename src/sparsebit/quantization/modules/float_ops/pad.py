@@ -27,7 +27,8 @@ Fold = define("Fold", Mover, nn.Fold, *spelled("fold"), doc="Sums what overlaps.
 
 
 def padded_with(node: fx.Node, op: Any) -> str:
-    """What a call of the padding layer or function `op` adds: zeros, constant, reflect, replicate or circular."""
+    """The kind of padding that a call of the layer or function `op` adds: zeros, constant, reflect, replicate or
+    circular."""
     if isinstance(op, nn.Module):
         kind = type(op).__name__.removesuffix("1d").removesuffix("2d").removesuffix("3d")
         modes = {"ReflectionPad": "reflect", "ReplicationPad": "replicate", "CircularPad": "circular"}

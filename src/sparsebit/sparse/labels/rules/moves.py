@@ -188,12 +188,13 @@ def pad(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> 
     out = _nearest(input, pads)  # a border around channels belongs to its channel
     for i in range(0, len(pads), 2):
         axis = out.dim() - 1 - i // 2
-        if axis in varies and (
-            pads[i] or pads[i + 1]
-        ):  # new channels: they may be removed together with the channels that they are added to
+        # new channels: they may be removed together with the channels that they are added to
+        if axis in varies and (pads[i] or pads[i + 1]):
             position = torch.arange(out.shape[axis])
             edge = (position < pads[i]) | (position >= out.shape[axis] - pads[i + 1])
-            line = [-1 if d == axis else 1 for d in range(out.dim())]
+            line = []
+            for d in range(out.dim()):
+                line.append(-1 if d == axis else 1)
             out = torch.where(edge.view(line), walk.labels.fresh(len(position)).view(line), out)
     return thin(out)
 

@@ -196,7 +196,7 @@ def over_given_axes(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 @channel_rule(*REDUCE)
 def reduce(walk: Walk, node: fx.Node, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Over positions, the label of the channel stays. A reduction over channels needs a sum of values that
+    """A reduction over positions keeps the label of the channel. A reduction over channels needs a sum of values that
     are zero where a channel is removed, or a statistic, which is then that of the channels that are left.
     Otherwise the channels are kept."""
     out = walk.values[node]

@@ -30,7 +30,9 @@ PEAKS = spelled("max amax")
 
 def packed(walk: Walk, value: PackedSequence, channels: Tensor) -> PackedSequence:
     """Labels of `value`, whose steps all have the labels `channels`."""
-    rest = [None if t is None else walk.fixed(t) for t in value[1:]]
+    rest = []
+    for t in value[1:]:
+        rest.append(None if t is None else walk.fixed(t))
     return PackedSequence(channels.expand(value.data.shape), *rest)
 
 
@@ -64,7 +66,11 @@ def unpack(
 def _is_pooled(walk: Walk, node: fx.Node, time: int, rank: int) -> bool:
     """`pad_packed_sequence(out, padding_value=-inf)[0].max(0)`: no padding is left in the result."""
     parts = [u for u in node.users if u.target is operator.getitem and isinstance(u.args[1], int)]
-    readers = [user for part in parts if part.args[1] in (0, -2) for user in part.users]
+    readers = []
+    for part in parts:
+        if part.args[1] in (0, -2):
+            for user in part.users:
+                readers.append(user)
     over = lambda user: user.kwargs.get("dim", user.args[1] if len(user.args) > 1 else None)
     return len(parts) == len(node.users) and all(
         op_of(user, walk.gm) in PEAKS and over(user) in (time, time - rank) for user in readers

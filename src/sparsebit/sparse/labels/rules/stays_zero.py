@@ -64,9 +64,8 @@ def divisors(gm: fx.GraphModule) -> set[str]:
     """
     layers = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
     alone: set[fx.Node] = set()  # computed only from parameters and buffers
-    holds: dict[
-        fx.Node, set[str]
-    ] = {}  # for each value, the parameters that make it zero if they are zero; also inside sums and products
+    # for each value, the parameters that make it zero if they are zero; also inside sums and products
+    holds: dict[fx.Node, set[str]] = {}
     found: set[str] = set()
     for node in gm.graph.nodes:
         sources = node.all_input_nodes
