@@ -172,7 +172,7 @@ BAD = {
     ],
     "llm quantize {model} --data long.npy -o out": ["long.npy: has sequences of 65 tokens", "made for 64"],
     "llm quantize {model} --data below.npy -o out": ["the token -1, but the model knows 32"],
-    "llm quantize {model} --data text.txt --group-size 96 -o out": ["128 inputs", "no multiple of 96"],
+    "llm quantize {model} --data text.txt --group-size 96 -o out": ["128 inputs", "not a multiple of 96"],
     "llm quantize broken --data text.txt -o out": ["broken/model.safetensors: cannot be read", "again"],
     "llm quantize bare --data text.txt -o out": ["bare: holds no tokenizer, which a text needs", ".npy"],
     "llm quantize text.txt --data text.txt -o out": [
