@@ -2,7 +2,7 @@
 
     python benchmarks/op_costs.py --show                     # measure and print; alone on the machine, half a minute
     python benchmarks/op_costs.py --save vnni                # also write it into the package
-    PYTHONPATH=build/ort_avx2 python benchmarks/op_costs.py --save avx2    # after without_vnni.py
+    PYTHONPATH=build/ort_avx2 python benchmarks/op_costs.py --save avx2 --skip MatMul    # after without_vnni.py
 
 Each case is a file with one op, once in float and once between quantizers, run in a profiled session with one thread.
 The time of the kernel itself and the times of what stands around it (rounding, layouts) are kept apart. Then a few
@@ -307,10 +307,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--save", choices=["vnni", "avx2"], help="the part of the table to write")
+    parser.add_argument("--skip", nargs="+", default=[], help="kinds that the stand-in of a CPU cannot run")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--cpu", default=platform.processor() or platform.machine(), help="its name")
     args = parser.parse_args()
-    rows = [measured(case) for case in cases()]
+    rows = [measured(case) for case in cases() if case.kind not in args.skip]
     found = table(rows)
     for row in rows if args.show else ():
         numbers = found["ops"][row["kind"]]

@@ -46,6 +46,7 @@ class Measured:
 
     macs: dict[Where, int] = field(default_factory=lambda: defaultdict(int))
     quantized: dict[Where, int] = field(default_factory=lambda: defaultdict(int))
+    values: dict[str, int] = field(default_factory=dict)  # numbers in the output of a node
     peak: int = 0  # bytes of activations that live at once
     state: dict[Quantizer, int] = field(default_factory=dict)  # bytes of its observer's state
     cached: int = 0  # bytes that observers of the old kind add with every batch
@@ -109,6 +110,8 @@ class _Counter(TorchDispatchMode):
             on_grid = [inner if x is None else self.is_on_grid(x) for x in operands]
             self.result.quantized[key] += macs * all(on_grid)
         outputs = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        if self.node and outputs:
+            self.result.values[self.node] = outputs[0].numel()
         if packet.__name__ in MOVES:
             source = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             if all(map(self.is_on_grid, source)):

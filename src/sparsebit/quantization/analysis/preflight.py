@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import fx, nn
@@ -13,6 +13,7 @@ from sparsebit.export.backends import BACKENDS
 from sparsebit.export.kernels.integer_kernels import OUTPUT
 from sparsebit.quantization.analysis.costs import Measured, measure
 from sparsebit.quantization.analysis.preflight_rows import PARTS, Row, RowBuilder
+from sparsebit.quantization.analysis.speed import Prediction, predict, speed_line
 from sparsebit.quantization.analysis.text import count, groups, labels, share, size, table
 from sparsebit.quantization.layers import is_active, layers
 from sparsebit.quantization.quantizers import Quantizer
@@ -41,6 +42,7 @@ class Preflight:
     totals: dict[str, int]
     notes: list[str]
     config: str = ""  # what a mapping without BACKEND was put on
+    speed: dict[str, Prediction] = field(default_factory=dict)  # by kind of CPU; onnxruntime only
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, ready for JSON."""
@@ -87,6 +89,8 @@ class Preflight:
                 f"calibration  about {size(t['calibration_bytes'])} beside the model, an estimate for this batch "
                 f"size: activations {size(t['activation_bytes'])}, observers {size(t['observer_bytes'])}{per_batch}",
             ]
+            if self.speed:
+                lines.append(f"time         {speed_line(self.speed)}")
         else:
             lines.append("MACs         not counted: pass an example batch")
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
@@ -129,7 +133,16 @@ def preflight(qmodel: Any, example: Any = None, backend: str | None = None) -> P
         totals=_totals(gm, rows, measured),
         notes=list(_notes(gm, backend, rows)),
         config=getattr(qmodel.cfg, "taken", ""),
+        speed=_speed(gm, rows, measured, backend),
     )
+
+
+def _speed(
+    gm: fx.GraphModule, rows: list[Row], measured: Measured | None, backend: str
+) -> dict[str, Prediction]:
+    if measured is None or backend != "onnxruntime":
+        return {}
+    return {cpu: predict(gm, rows, measured, cpu) for cpu in ("vnni", "avx2")}
 
 
 def _folded(gm: fx.GraphModule) -> list[Row]:
