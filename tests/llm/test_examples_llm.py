@@ -207,7 +207,7 @@ def test_wrong_arguments_of_the_readers(tmp_path, capsys):
     out, file, none = tmp_path / "out", tmp_path / "x.pt", tmp_path / "none"
     assert "no such checkpoint" in refused(capsys, "inference", model, none)
     assert "no such folder" in refused(capsys, "inference", none, out)
-    assert "no file of torch.save" in refused(capsys, "inference", model, text)
+    assert "not a file of torch.save" in refused(capsys, "inference", model, text)
     assert "has no 'model'" in refused(capsys, "inference", model, tmp_path / "other.pt")
     assert "the checkpoint has 32" in refused(capsys, "inference", model, file, "--groupsize", "-1")
     assert "--model_name" in refused(capsys, "generate", file, "--prompt", "w1")

@@ -583,7 +583,7 @@ def test_a_plan_is_saved_and_applied_to_a_fresh_model(tmp_path):
     with pytest.raises(SparsebitError, match="another model"):
         Plan.load(tmp_path / "plan.json").apply(nn.Sequential(nn.Linear(4, 4)), torch.randn(1, 4))
     (tmp_path / "plan.json").write_text("{}")
-    with pytest.raises(SparsebitError, match="no pruning plan"):
+    with pytest.raises(SparsebitError, match="not a pruning plan"):
         Plan.load(tmp_path / "plan.json")
 
 

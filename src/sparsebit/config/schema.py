@@ -43,14 +43,15 @@ def any_case(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _spellings(name: str) -> str:
-    plus = r"(\+|[-_][Pp][Ll][Uu][Ss])"
-    return "".join(
-        f"[{c.upper()}{c.lower()}]"
-        if c.isalpha()
-        else "[-_]"
-        if c in "-_"
-        else plus
-        if c == "+"
-        else re.escape(c)
-        for c in name
-    )
+    """A pattern for `name` with any case, and with `-`, `_` and `plus` in place of each other and of `+`."""
+    return "".join(map(_spelling, name))
+
+
+def _spelling(character: str) -> str:
+    if character.isalpha():
+        return f"[{character.upper()}{character.lower()}]"
+    if character in "-_":
+        return "[-_]"
+    if character == "+":
+        return r"(\+|[-_][Pp][Ll][Uu][Ss])"
+    return re.escape(character)

@@ -54,6 +54,17 @@ class Draft:
     opset_reason: str
 
 
+@dataclass(frozen=True)
+class Request:
+    """How a graph is made."""
+
+    runtime: Backend
+    opset: int  # the lowest that the user accepts
+    extra_info: bool
+    keeps_plain: bool  # the graph without quantizers is needed too, to be timed
+    options: dict[str, Any]  # those of torch's exporter
+
+
 def export_onnx(
     qmodel: Any,
     dummy: Any,
@@ -80,7 +91,8 @@ def export_onnx(
             f"tune: measures in onnxruntime, and the file is for {runtime.TYPE}; leave tune out"
         )
     extra_info = options.pop("extra_info", False)
-    options["asked"] = options.pop("opset_version", 13)
+    opset = options.pop("opset_version", 13)
+    request = Request(runtime, opset, extra_info, timing or tune, options)
     with unit_scales(qmodel) as uncalibrated:
         if uncalibrated:
             log.warning("%s: %s", path, UNCALIBRATED)
@@ -88,7 +100,7 @@ def export_onnx(
         call = call_of(dummy, signature, qmodel.device)
 
         def draft() -> Draft:
-            return draft_of(qmodel, runtime, call, uncalibrated, extra_info, timing or tune, **options)
+            return draft_of(qmodel, request, call, uncalibrated)
 
         tuned = Tuning(qmodel, draft, call).run() if tune else None
         made = draft()
@@ -100,21 +112,12 @@ def export_onnx(
             report = certify(qmodel, written, [call], more, targets)
             if runtime.TYPE == "openvino":
                 second_opinion(qmodel, file, [call, *more], report)
-            report.backend = runtime.TYPE
-            report.opset = made.opset
-            report.opset_reason = made.opset_reason
-            report.why_float = made.why_float
             report.uncalibrated = uncalibrated
             if kind is not None:
                 report.notes.append(note_of(kind))
-            if made.unreached and not uncalibrated:
-                shown = ", ".join(made.unreached[:3]) + (" ..." if len(made.unreached) > 3 else "")
-                report.notes.append(f"not in the file, because the dummy does not reach them: {shown}")
-            if runtime.TYPE == "onnxruntime":
-                report.pair_rule = pair_rule_of(qmodel)
-            else:
-                report.pair_rule = ""
-            report.notes += [qmodel.model.meta[key] for key in NOTES if key in qmodel.model.meta]
+            if not uncalibrated:
+                report.notes += unreached_note(made)
+            describe(report, qmodel, runtime, made)
             if timing or tune:
                 report.timing = time_draft(made, file, call)
             if tuned is not None:
@@ -127,32 +130,47 @@ def export_onnx(
     return report
 
 
-def draft_of(
-    qmodel: Any,
-    runtime: Backend,
-    call: tuple[Any, Any],
-    uncalibrated: bool,
-    extra_info: bool,
-    with_plain: bool,
-    asked: int,
-    **options: Any,
-) -> Draft:
-    """The graph of the model in its present state, lowered for `runtime`."""
+def describe(report: ExportReport, qmodel: Any, runtime: Backend, made: Draft) -> None:
+    """Add the facts about the file to the report of its certificate."""
+    report.backend = runtime.TYPE
+    report.opset = made.opset
+    report.opset_reason = made.opset_reason
+    report.why_float = made.why_float
+    if runtime.TYPE == "onnxruntime":
+        report.pair_rule = pair_rule_of(qmodel)
+    report.notes += [qmodel.model.meta[key] for key in NOTES if key in qmodel.model.meta]
+
+
+def unreached_note(made: Draft) -> list[str]:
+    """A note about quantizers that are not in the file, or none."""
+    if not made.unreached:
+        return []
+    shown = ", ".join(made.unreached[:3])
+    if len(made.unreached) > 3:
+        shown += " ..."
+    return [f"not in the file, because the dummy does not reach them: {shown}"]
+
+
+def draft_of(qmodel: Any, request: Request, call: tuple[Any, Any], uncalibrated: bool) -> Draft:
+    """The graph of the model in its present state, lowered for the runtime of the request."""
     from sparsebit.export.onnx.graph_edit import without_marks
 
+    runtime = request.runtime
     marks = collect_marks(qmodel)
     refuse_problems(runtime, marks)
-    opset, reason = runtime.opset(marks, asked)
+    opset, reason = runtime.opset(marks, request.opset)
     emitter = Emitter(marks)
     with exporting(qmodel, emitter):
-        graph = to_onnx(qmodel.model, *call, opset, **options)
+        graph = to_onnx(qmodel.model, *call, opset, **request.options)
     unreached = sorted(set(marks) - set(emitter.calls) - names_in(graph))
     if not uncalibrated:  # then calibration has shown that activations get float data
         unreached = [name for name in unreached if marks[name].is_weight]
     marks = {name: mark for name, mark in marks.items() if name not in unreached}
-    plain = without_marks(graph) if with_plain else None
+    plain = None
+    if request.keeps_plain:
+        plain = without_marks(graph)
     lowered = runtime.lower(graph, marks)
-    if not extra_info:
+    if not request.extra_info:
         runtime.speed_up(graph, marks)
     why = why_float_of(graph)
     finish(graph, marks, runtime, lowered)
