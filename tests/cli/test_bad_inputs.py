@@ -414,7 +414,9 @@ def test_runs(sparsebit, work, runs, command):
     refused(sparsebit, work, command, *RUNS[command])
 
 
-@pytest.mark.parametrize("name, word", [("model.safetensors", "is broken"), ("plan.json", "not a pruning plan")])
+@pytest.mark.parametrize(
+    "name, word", [("model.safetensors", "is broken"), ("plan.json", "not a pruning plan")]
+)
 def test_pruned_runs_that_broke(sparsebit, work, runs, name, word):
     damage(shutil.copytree(runs / "p", work / "p") / name)
     refused(sparsebit, work, "export p -o a.onnx", f"p/{name}", word)

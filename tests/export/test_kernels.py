@@ -238,3 +238,14 @@ def test_an_lstm(tmp_path):
     data = [torch.randint(20, (3, 7)) for _ in range(4)]
     _, report = certified(Tagger(), data, tmp_path)
     assert any("no integer kernel for LSTM" in why for why in report.why_float.values())
+
+
+def test_a_layer_with_many_outputs_is_integer(tmp_path):
+    """torch's exporter leaves the sum of a long bias and its correction to the runtime."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 9000)).eval()
+    batches = [torch.randn(4, 16) for _ in range(3)]
+    qmodel = sparsebit.quantize(model, batches, progress=False)
+    report = qmodel.export_onnx(batches[0], str(tmp_path / "m.onnx"), ["x"], batches=batches[1:])
+    integer, floating = kernels(tmp_path / "m.onnx")
+    assert report.ok and integer == {"QGemm": 2} and not floating

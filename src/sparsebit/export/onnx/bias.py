@@ -30,6 +30,8 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
     calls: dict[str, list[tuple[Place, Array | None, Array]]] = {}
     for node in model.graph:
         place = _bias_of(node)
+        if place is not None:
+            _fold_sum(place)
         bias = array_of(place.node.inputs[place.idx]) if place is not None else None
         if place is None or bias is None:
             continue
@@ -45,6 +47,19 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
         if np.abs(codes).max(initial=0) < 2**31:
             lowered.bias[name] = Bias(codes, step)
             _store(model.graph, [place for place, _, _ in found], name, codes.astype(np.int32), step)
+
+
+def _fold_sum(place: Place) -> None:
+    """One constant for a bias and its correction: torch's exporter adds them only if they are short."""
+    value = place.node.inputs[place.idx]
+    made = value.producer() if value is not None else None
+    parts = [array_of(x) for x in made.inputs] if made is not None and made.op_type == "Add" else []
+    if len(parts) != 2 or parts[0] is None or parts[1] is None:
+        return
+    graph = place.node.graph
+    assert isinstance(graph, ir.Graph) and made is not None
+    total = constant(graph, f"{made.name}/total", parts[0] + parts[1])
+    place.node.replace_input_with(place.idx, total)
 
 
 def float_biases(model: ir.Model, lowered: Lowered) -> int:
