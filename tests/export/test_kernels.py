@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import sparsebit
 from models import Attention, images, small_net
 from sparsebit import QuantConfig
+from sparsebit.export.certificate.runtime import kernels
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
