@@ -8,6 +8,7 @@ tests/test_figures.py fails where a page or a picture does not say what the figu
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,43 @@ def real_networks(rows: list[dict[str, Any]], chinese: bool) -> str:
     return figures.table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def zoo_speed(rows: list[dict[str, Any]], chinese: bool) -> str:
+    def cell(row: dict[str, Any], key: str) -> str:
+        ours, peer = row.get(key) or (None, None)
+        if ours is None:
+            return ""
+        return f"{ours:.2f}, {peer:.2f}" if peer is not None else f"{ours:.2f}, -"
+
+    header = [
+        "model",
+        "MACs in integers",
+        "VNNI, batch 1",
+        "VNNI, batch 8",
+        "AVX2, batch 1",
+        "predicted: VNNI, AVX2",
+    ]
+    columns = ("here ms_1", "here ms_8", "avx2 ms_1")
+    lines = []
+    for row in rows:
+        predicted = ", ".join(f"{ratio:.2f}" for ratio in row["predicted"].values())
+        share = f"{100 * row['integer_share']:.0f} %"
+        lines.append([row["model"], share, *(cell(row, key) for key in columns), predicted])
+    means = [geometric_means(rows, key) for key in columns]
+    lines.append(["geometric mean of the CNNs", "", *means, ""])
+    return figures.table(header, lines)
+
+
+def geometric_means(rows: list[dict[str, Any]], key: str) -> str:
+    shown = []
+    for i in (0, 1):
+        found = [row[key][i] for row in rows if row["cnn"] and row.get(key) and row[key][i] is not None]
+        shown.append(f"{math.exp(sum(map(math.log, found)) / len(found)):.2f}" if found else "-")
+    return ", ".join(shown)
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]], bool], str]]] = {  # name: its figures, its maker
     "five models": ("five_models", five_models),
+    "zoo speed": ("zoo_speed", zoo_speed),
     "real networks": ("real_networks", real_networks),
     "peers w8a8": ("peers_w8a8", peers_w8a8),
     "accuracy mobilenet": ("accuracy_mobilenet", accuracy),

@@ -3,6 +3,8 @@
     python benchmarks/zoo_speed.py [--models resnet18 yolo ...] [--batches 1 8] [--save speed.json]
     python benchmarks/zoo_speed.py --work build/zoo_speed --step write      # the files; may run beside other work
     python benchmarks/zoo_speed.py --work build/zoo_speed --step time       # their times; alone on the machine
+    PYTHONPATH=build/ort_avx2 python ... --step time --where avx2           # of another onnxruntime (without_vnni.py)
+    python benchmarks/zoo_speed.py --work build/zoo_speed --step table      # into docs/benchmarks.md
 
 With `--work` the files are kept, and a model that has its files is not written again. One process per model.
 `quantize_static` gets the float file after `quant_pre_process`, the same calibration data, QDQ, uint8 activations and
@@ -76,9 +78,17 @@ def write(name: str, place: Path) -> dict[str, Any]:
         "integer": dict(integer),
         "float": dict(floating),
         "why_float": report.why_float,
+        **announced(qmodel, data[0]),
         "seconds": took,
         "bytes": {kind: file.stat().st_size for kind, file in files.items()},
     }
+
+
+def announced(qmodel: Any, batch: Any) -> dict[str, Any]:
+    """What the pre-flight report says: the share of MACs in integers, and the time by that of float."""
+    found = qmodel.preflight(batch)
+    share = found.totals["integer_macs"] / max(found.totals["macs"], 1)
+    return {"integer_share": share, "predicted": {cpu: speed.ratio for cpu, speed in found.speed.items()}}
 
 
 def timed(row: dict[str, Any], place: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +118,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{args.one}: --step write comes first")
             kept.write_text(json.dumps(write(args.one, place)))
         row: dict[str, Any] = json.loads(kept.read_text())
-        return row if args.step == "write" else timed(row, place, args)
+        if args.step == "write":
+            return row
+        found = timed(row, place, args)
+        now = {key: times for key, times in found.items() if key.startswith("ms_")}
+        row.setdefault("times", {}).setdefault(args.where, {}).update(now)
+        kept.write_text(json.dumps(row))
+        return found
 
 
 def names_of(batch: Any) -> dict[str, Any]:
@@ -227,6 +243,28 @@ def ratios(row: dict[str, Any], size: int) -> tuple[float, float]:
     return ms["ours"] / ms["float"], ms["ours"] / ms.get("peer", float("nan"))
 
 
+def write_table(folder: Path, start: dict[str, Any]) -> None:
+    """The figures of all models in the folder that were timed, into docs/."""
+    import charts
+    import figures
+
+    rows = []
+    for file in (folder / name / "row.json" for name in zoo_speed_models.NAMES):
+        row = json.loads(file.read_text()) if file.exists() else {}
+        if "times" not in row:
+            continue
+        shown: dict[str, Any] = {
+            key: row[key] for key in ("model", "cnn", "ok", "integer_share", "predicted")
+        }
+        for where, times in row["times"].items():
+            for size, ms in times.items():
+                found = ratios({size: ms}, int(size.removeprefix("ms_")))
+                shown[f"{where} {size}"] = [None if math.isnan(x) else round(x, 3) for x in found]
+        rows.append(shown)
+    print(figures.save("zoo_speed", rows, start))
+    charts.write()
+
+
 def summary(rows: list[dict[str, Any]], batches: list[int]) -> list[str]:
     lines = []
     for size in batches:
@@ -261,11 +299,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="of a session; 0: as onnxruntime chooses")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--work", type=Path, help="folder where the files are kept")
-    parser.add_argument("--step", choices=["write", "time", "both"], default="both")
+    parser.add_argument("--step", choices=["write", "time", "both", "table"], default="both")
+    parser.add_argument("--where", default="here", help="of --step time: a name of the CPU")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.step != "both" and args.work is None:
         parser.error(f"--step {args.step} needs --work")
+    if args.step == "table":
+        import figures
+
+        write_table(args.work, figures.started())
+        return
     if args.one:
         print("ROW " + json.dumps(measure(args)))
         return
@@ -283,6 +327,8 @@ def main() -> None:
             str(args.seconds),
             "--threads",
             str(args.threads),
+            "--where",
+            args.where,
             "--batches",
             *map(str, args.batches),
             "--step",
