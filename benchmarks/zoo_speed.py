@@ -213,7 +213,7 @@ def session(file: Path, threads: int = 0) -> Any:
 
 
 def best_times(
-    files: dict[str, Path], feed: dict[str, Any], seconds: float, threads: int
+    files: dict[str, Path], feed: dict[str, Any], seconds: float, threads: int = 0
 ) -> dict[str, float]:
     """Milliseconds; the files take turns, so that they see the same machine.
 
