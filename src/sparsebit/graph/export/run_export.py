@@ -46,7 +46,7 @@ def run_export(
             with _quiet():
                 shapes = _dynamic(model, example, axes)
                 program = torch.export.export(model, *example, dynamic_shapes=shapes, strict=False)
-                exported = program.module()
+                exported = program.module(check_guards=False)  # of torch 2.9 they fail with several inputs
             assert isinstance(exported, fx.GraphModule)
             # also the example, if its batch was doubled for the export
             check_call(exported, signature, args, kwargs)

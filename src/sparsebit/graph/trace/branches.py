@@ -76,7 +76,8 @@ def _decide(frame: FrameType) -> bool | None:
     i = at.get(frame.f_lasti)
     if i is None:
         return None
-    if code[i].opname == "TO_BOOL":
+    # since Python 3.13 a comparison may end in a truth value by itself
+    if code[i].opname == "TO_BOOL" or code[i].argrepr.startswith("bool("):
         i += 1
     jump = code[i].opname
     if not (jump.startswith("POP_JUMP") and jump.endswith(("IF_TRUE", "IF_FALSE"))):
