@@ -40,7 +40,7 @@ def target_shapes(batches: list[Any], signature: inspect.Signature) -> list[tupl
 
 
 def some_calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
-    """The same, where a comparison of nothing would count as agreement."""
+    """The calls of `batches`; an error if there are none, because a comparison of nothing would count as agreement."""
     calls = calls_of(batches, signature, device)
     tensors = [t for t in pytree.tree_leaves(calls) if isinstance(t, Tensor)]
     if not any(t.numel() for t in tensors):

@@ -58,7 +58,7 @@ class OutputCheck:
 
 @dataclass
 class PlainCertificate(Comparison):
-    """What was compared of an ordinary model, and whether it holds."""
+    """The comparisons of an ordinary model with its file, and their result."""
 
     outputs: dict[str, OutputCheck] = field(default_factory=dict)
     quiet: dict[str, OutputCheck] = field(
@@ -143,8 +143,8 @@ def export_module(
     opset_version  the least opset; torch's exporter writes 18 or more.
     batches        more inputs to compare the file and the model on.
 
-    The model is exported in eval mode and comes back as it was. A file that differs is kept apart, as
-    <name>.failed.onnx, and ExportError says where it starts.
+    The model is exported in eval mode; afterwards its mode is restored. A file that differs is kept as
+    <name>.failed.onnx, and ExportError names the place where it starts to differ.
     """
     require("onnx", "onnxscript", "onnxruntime")
     from sparsebit.export.onnx.graph_edit import clean

@@ -1,4 +1,4 @@
-"""Backend: what a runtime can hold, what it computes in integers, and how its files look."""
+"""Backend: the grids that a runtime can hold, the ops that it computes in integers, and the form of its files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Backend:
     ADVICE: ClassVar[str] = ""  # for activations without a zero point, where they are slow
 
     def problems(self, mark: Mark) -> list[Problem]:
-        """What of this quantizer the runtime cannot hold."""
+        """The properties of this quantizer that the runtime cannot hold."""
         return []
 
     def why_float(
@@ -109,4 +109,5 @@ class Backend:
         raise NotImplementedError
 
     def speed_up(self, model: ir.Model, marks: Marks) -> None:
-        """What makes the file faster, but hides quantizers; left out where each of them must be seen (extra_info)."""
+        """Make the file faster in ways that hide quantizers. It is left out if each quantizer must be visible
+        (extra_info)."""

@@ -82,7 +82,8 @@ class OutputNoise:
             self.labels_differ += int((a != b).sum())
 
     def _moving(self, x: Array) -> float:
-        """Of several inputs, what differs from their mean; of a single one, what differs from the one before."""
+        """The part that moves: of several inputs the difference from their mean, of a single one the difference from
+        the one before."""
         if x.ndim and x.shape[0] > 1:
             return float(((x - x.mean(0)) ** 2).sum())
         before, self.last = self.last, x
@@ -100,7 +101,7 @@ class OutputNoise:
 
     @property
     def moving_db(self) -> float:
-        """What changes with the input, against the whole signal: 0 or less."""
+        """The part of the outputs that changes with the input, in dB of the whole signal: 0 or less."""
         return min(_decibels(self.moving, self.signal), 0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class EndToEnd:
 
 @dataclass
 class Comparison:
-    """What every certificate has: the file against the model, and the model against itself."""
+    """The common part of all certificates: the file against the model, and the model against itself."""
 
     runtime: EndToEnd = field(default_factory=EndToEnd)  # the session that decides
     session: str = AS_USERS_RUN_IT  # which that is
@@ -235,11 +236,11 @@ class Comparison:
             draw.add(names, expected, outputs)
 
     def failures(self) -> list[str]:
-        """What does not hold, in the order of the graph: the first is where it starts."""
+        """The failed checks, in the order of the graph: the first one is the start of the error."""
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """What is worth saying though it holds."""
+        """Remarks on a certificate that holds."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
@@ -256,7 +257,7 @@ class Comparison:
 
 
 def rounding_of(model: nn.Module) -> float:
-    """What two runtimes may differ by, as a share of the largest value."""
+    """The difference that two runtimes may have, as a share of the largest value."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return max(FLOAT_ROUNDING, 8 * max((torch.finfo(kind).eps for kind in kinds), default=0.0))
 
@@ -301,9 +302,10 @@ def check_output(expected: list[Array], got: list[Array]) -> float:
 
 
 def check_part(part: Part, expected: Array, got: Array, least: float) -> float:
-    """The same of a part; `least` is a share of the largest value of the whole output, below which no size counts."""
+    """Check a part in the same way; `least` is a share of the largest value of the whole output, below which no size
+    counts."""
     if not part.fits(expected, got):
-        return 0.0  # the whole says so
+        return 0.0  # the check of the whole output reports it
     size = max(largest_of(part.of(expected)), least * largest_of(expected), 1e-12)
     return float(difference(part.of(expected), part.of(got)).max(initial=0)) / size
 
@@ -314,7 +316,7 @@ def largest_of(x: Array) -> float:
 
 
 def disturbed(value: Any, seed: int = 0) -> Any:
-    """The same arguments, floats moved by noise of 1e-5 of the largest; huge ones, of their own size."""
+    """The arguments with noise on floats: 1e-5 of the largest value; for huge values, 1e-5 of each."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(x: Tensor) -> Tensor:

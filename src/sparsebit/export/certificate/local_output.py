@@ -61,7 +61,8 @@ class LocalOutput:
 
     @staticmethod
     def _labels_that_may(expected: Array, found: Array, others: Others) -> float:
-        """Those that flip where ops round otherwise; one in any case, but never more than one of a hundred."""
+        """The number of labels that may flip because ops round differently: at least one, but at most one of a
+        hundred."""
         if np.array_equal(expected, found) or not expected.size:
             return MORE_LABELS
         flipped = max(int((difference(expected, other) > 0).sum()) for other in others())

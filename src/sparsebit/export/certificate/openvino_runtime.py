@@ -21,7 +21,7 @@ class OpenvinoSession:
         import openvino
 
         try:
-            # float32 between the integer kernels: half precision would be a difference of its own
+            # float32 between the integer kernels: half precision would add another difference
             self.model = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
         except Exception as error:
             raise ExportError(f"{path}: OpenVINO does not load the file: {error}") from error

@@ -19,7 +19,7 @@ from sparsebit.export.kernels.wrong_kernels import WRONG_KERNELS
 from sparsebit.graph.run.calls import Call
 
 JUMP = 10.0  # dB: so far above its inputs, a tensor was computed wrongly
-AUDIBLE = (-40.0, -60.0, -80.0)  # dB: the loudest jumps first; what is below the last is rounding
+AUDIBLE = (-40.0, -60.0, -80.0)  # dB: the loudest jumps first; below the last one it is rounding
 
 
 def optimised(file: Path) -> Any:
@@ -33,7 +33,7 @@ def optimised(file: Path) -> Any:
 
 
 def first_wrong_tensor(file: Path, calls: list[Call]) -> str:
-    """Where a plain session starts to differ from the file without optimisations, and what mends it."""
+    """The place where a plain session starts to differ from the file without optimisations, and the remedy."""
     import onnx
 
     model = optimised(file)
@@ -106,7 +106,7 @@ def _fails_its_probe(kernel: str) -> bool:
 
 
 def _noise_db(expected: Array, got: Array) -> float:
-    """Of codes and of values alike: against the spread of what was expected."""
+    """The noise of codes or of values in dB, against the spread of the expected ones."""
     if expected.shape != got.shape:
         return float("inf")
     a, b = expected.astype(np.float64), got.astype(np.float64)

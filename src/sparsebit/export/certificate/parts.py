@@ -14,7 +14,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 GAP = 10.0  # between the sizes of two parts
-LEAST = 1e-6  # of the loudest part: what is below that is rounding of the loud ones
+LEAST = 1e-6  # of the loudest part: smaller values are rounding of the loud ones
 
 
 @dataclass(frozen=True)

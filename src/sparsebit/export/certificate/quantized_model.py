@@ -109,7 +109,7 @@ class QuantizerCheck:
 
 @dataclass
 class Certificate(Comparison):
-    """What was compared of a quantized model, and whether it holds."""
+    """The comparisons of a quantized model with its file, and their result."""
 
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
     wrong_biases: Counter[str] = field(default_factory=Counter)  # by weight quantizer: values off the model's
@@ -188,7 +188,7 @@ class Certificate(Comparison):
         return [*self.local_failures(), *start, *outputs]
 
     def local_failures(self) -> list[str]:
-        """Of (a), in the order of the graph."""
+        """The failures of (a), in the order of the graph."""
         found = []
         most = self._most_at_boundary()
         for name in self.order:
@@ -215,11 +215,12 @@ class Certificate(Comparison):
         return found
 
     def _holds_labels(self, name: str) -> bool:
-        """Of quantized scores many are equal, and float rounding decides which of them is the largest."""
+        """Do the labels hold? Many quantized scores are equal, and float rounding decides which of them is the
+        largest."""
         return self.runtime.outputs.get(name, OutputNoise()).holds_labels
 
     def _most_at_boundary(self) -> str:
-        """Where too many codes lie on another side of a boundary: the quantizer with the largest share of them."""
+        """The quantizer with the largest share of codes on the other side of a boundary, if they are too many."""
         allowed = max(MOST_AT_BOUNDARY * self.codes, 2)
         if self.at_boundary <= allowed or self.rounding != FLOAT_ROUNDING:
             return ""

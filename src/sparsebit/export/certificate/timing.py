@@ -174,7 +174,7 @@ def _op_time(event: dict[str, Any], microseconds: float, per_value: Mapping[str,
 
 
 def _products_per_value(graph: Any) -> dict[str, int]:
-    """By node: how many products make one value of its output, for layers with a weight."""
+    """The number of products that make one value of the output, for each node with a weight."""
     shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     made = {output: node for node in graph.node for output in node.output}
     found = {}
@@ -198,7 +198,7 @@ def _products_per_value(graph: Any) -> dict[str, int]:
 
 
 def _modules(graph: Any) -> dict[str, str]:
-    """By node: the layer of the model that it comes from, which the exporter has written beside it."""
+    """The layer of the model that each node comes from, as the exporter has recorded it."""
     from sparsebit.export.onnx.graph_edit import MODULE
 
     return {

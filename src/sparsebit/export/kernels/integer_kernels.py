@@ -51,7 +51,7 @@ def why_float(
 
 
 def why_float_grids(weight: QuantSpec | None, inputs: Sequence[QuantSpec]) -> str:
-    """The reason why values on these grids are dequantized before an op; empty: they are multiplied as they are."""
+    """The reason why values on these grids are dequantized before an op; empty: their codes are multiplied."""
     operands = [(spec, INPUT_BITS) for spec in inputs] + ([] if weight is None else [(weight, WEIGHT_BITS)])
     for spec, allowed in operands:
         if spec.bits >= allowed.stop:

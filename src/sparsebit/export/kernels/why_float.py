@@ -1,4 +1,4 @@
-"""Which ops of a lowered graph cannot run in integers, and why: said before the runtime shows it."""
+"""The ops of a lowered graph that cannot run in integers, and the reasons: known before the runtime shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def why_float(model: ir.Model) -> dict[str, str]:
-    """By module path (or node name): the reason why the op stays float."""
+    """The reason why each op stays float, by module path (or node name)."""
     found: dict[str, str] = {}
     for node in model.graph:
         if node.domain or node.op_type not in (*EXPLAINED, *NO_KERNEL, *SMOOTH):
@@ -38,7 +38,7 @@ def reason_of(node: ir.Node) -> str:
         made = x.producer() if x is not None and node.op_type == "Erf" else None
         x = x if made is None else made.inputs[0]  # GELU: erf(x / sqrt(2))
         if x is None or _input_reason(x):
-            return ""  # a float activation between float values: nobody asked for integers
+            return ""  # a float activation between float values: no quantizer asks for integers
         return f"onnxruntime has no integer kernel for {SMOOTH.get(node.op_type, 'SiLU')}"
     if node.op_type == "Softmax" and is_wrong("QLinearSoftmax"):
         return WRONG

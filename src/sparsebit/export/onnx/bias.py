@@ -63,11 +63,11 @@ def _fold_sum(place: Place) -> None:
 
 
 def float_biases(model: ir.Model, lowered: Lowered) -> int:
-    """A layer that is computed in float has its bias as plain numbers; returns how many.
+    """Store the bias of a layer that is computed in float as plain numbers; returns the number of such layers.
 
     onnxruntime takes a convolution into its fast layout only if weight and bias are constants. A bias behind a
     DequantizeLinear made a depthwise convolution of 7 x 7 ten times slower. Where the output is quantized, the bias
-    stays as it is: onnxruntime would round a plain one on a grid that nobody else knows.
+    keeps its quantizer: onnxruntime would round a plain one on a grid that no other program knows.
     """
     changed = 0
     for node in list(model.graph):
@@ -90,7 +90,7 @@ def _is_read_in_float(node: ir.Node) -> bool:
 
 
 def _bias_of(node: ir.Node) -> Place | None:
-    """Where the bias goes in: an input of the layer itself, or of the Add behind a MatMul."""
+    """The place of the bias: an input of the layer itself, or of the Add behind a MatMul."""
     if node.op_type in WITH_BIAS and len(node.inputs) > 2 and node.inputs[2] is not None:
         return Place(node, 2)
     users = readers(node.outputs[0]) if node.op_type == "MatMul" else []

@@ -35,7 +35,7 @@ def absorb_clips(model: ir.Model, marks: Marks, in_codes: bool = True) -> int:
 
 
 def _bounds(node: ir.Node) -> list[Clip] | None:
-    """What the node clips to, one pair or one per channel; None: it does something else."""
+    """The bounds to which the node clips, one pair or one per channel; None: it does something else."""
     if node.domain or node.op_type not in ("Relu", "Clip", "Min", "Max"):
         return None
     if node.op_type == "Relu":

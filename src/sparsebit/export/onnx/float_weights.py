@@ -1,8 +1,8 @@
 """Weights of layers that onnxruntime computes in float, stored as float.
 
 Codes behind a DequantizeLinear save space, but a float kernel then unpacks them in every run and cannot prepare them: a
-convolution takes two to three times as long. The values stay those of the grid. A file that holds only weights in codes
-(the presets w8 and w4) is about its size, and stays as it is.
+convolution takes two to three times as long. The values stay those of the grid. A file with weights in codes only (the
+presets w8 and w4) is made for its size, and is not changed.
 """
 
 from __future__ import annotations

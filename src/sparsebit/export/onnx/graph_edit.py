@@ -70,7 +70,7 @@ def insert(
 
 
 def replace(node: ir.Node, value: ir.Value) -> None:
-    """Everybody who read the node's output reads `value`; the node goes, a graph output keeps its name."""
+    """All readers of the node's output read `value` instead. The node is removed; a graph output keeps its name."""
     old, graph = node.outputs[0], node.graph
     assert isinstance(graph, ir.Graph)
     value.shape, value.type = value.shape or old.shape, value.type or old.type
@@ -119,7 +119,7 @@ def module_of(node: ir.Node) -> str:
 
 
 def clean(model: ir.Model) -> None:
-    """Drop what nobody reads, and stack traces of this machine; the module of each node stays."""
+    """Remove values without a reader, and stack traces of this machine; the module of each node is kept."""
     import onnx_ir.passes.common as common
 
     common.RemoveUnusedNodesPass()(model)

@@ -1,4 +1,4 @@
-"""Packed weights, for runtimes that multiply them as they are: stored as (inputs, outputs), in front of a MatMul.
+"""Packed weights, for runtimes that multiply codes directly: stored as (inputs, outputs), in front of a MatMul.
 
 onnxruntime makes a MatMulNBits, TensorRT an int4 product, of DequantizeLinear -> MatMul. torch's
 exporter writes a Linear as Gemm(transB=1), or as Transpose -> MatMul.

@@ -34,7 +34,7 @@ def lower_marks(model: ir.Model, marks: Marks) -> Lowered:
     for node in sorted(marks_in(model), key=call_of):
         name = name_of(node)
         if name not in marks:
-            raise ExportError(f"{name}: is in the exported graph, but is no quantizer of the model")
+            raise ExportError(f"{name}: is in the exported graph, but is not a quantizer of the model")
         seen.add(name)
         site = (_lower_weight if marks[name].is_weight else _lower_activation)(node, marks[name])
         if "copy" not in node.metadata_props:
@@ -69,7 +69,7 @@ def _on_cpu(mark: Mark) -> tuple[torch.Tensor, torch.Tensor]:
 def grid(
     graph: ir.Graph, mark: Mark, stem: str, ndim: int, transposed: bool = False
 ) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
-    """Scale and zero point as initializers, and the attributes that say what they belong to."""
+    """Scale and zero point as initializers, and the attributes that describe their place."""
     scale, zero = (t.numpy() for t in _on_cpu(mark))
     axis = channel_axis(ndim, mark.spec.axis) if scale.size > 1 else None
     shape: tuple[int, ...] = () if axis is None else (-1,)  # runtimes want a scalar, not a vector of one
@@ -83,7 +83,7 @@ def grid(
         codes, scale = codes.T, scale.T
     return (
         constant(graph, f"{stem}/scale", scale),
-        constant(graph, f"{stem}/zero_point", codes),  # of its own: onnxruntime may replace it
+        constant(graph, f"{stem}/zero_point", codes),  # a copy, because onnxruntime may replace it
         attributes,
     )
 

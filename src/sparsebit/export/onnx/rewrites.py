@@ -111,7 +111,7 @@ def fold_pads(model: ir.Model) -> int:
 
 
 def _zeros_around(pad: ir.Node) -> list[int] | None:
-    """As `pads` of a convolution has them: the beginnings of all axes, then the ends."""
+    """Zeros around, in the order of `pads` of a convolution: the beginnings of all axes, then the ends."""
     amounts, value = array_of(pad.inputs[1]), array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
     has_value = len(pad.inputs) > 2 and pad.inputs[2] is not None
     if _mode(pad) != "constant" or amounts is None or (has_value and (value is None or value.any())):
@@ -295,7 +295,7 @@ def _numbers(node: ir.Node) -> list[Any]:
 def keep_apart(model: ir.Model) -> int:
     """Stop fusions that would change numbers, or that onnxruntime 1.31 makes and then refuses to run, with a Sum of
     one value:
-    - behind a weight below 8 bits: the layer runs in float, but onnxruntime would round its bias all the same, to the
+    - behind a weight below 8 bits: the layer runs in float, but onnxruntime would still round its bias, to the
       coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
     - in front of a layer with a float weight between quantizers: onnxruntime would round its weight itself;
     - around an activation with a scale per channel: integer kernels take one scale per activation;

@@ -116,7 +116,7 @@ def _key(entry: Any) -> str:
 
 
 def register_constants(graph: Any) -> None:
-    """Every constant that a node reads is an initializer under a name of its own.
+    """Store every constant that a node reads as an initializer with a unique name.
 
     onnxscript names the bounds of a Clip after the value that is clipped. Two clips of one value have the same names,
     and the second pair of bounds takes the place of the first in the list of initializers.
@@ -170,7 +170,7 @@ def shapes_from_axes(
         outside = dict(zip(named, axes))  # the old exporter took any name, in order
     elif unknown and output_names:
         raise ExportError(
-            f"dynamic_axes: {', '.join(unknown)} is no input or output; inputs are "
+            f"dynamic_axes: {', '.join(unknown)} is not an input or output; inputs are "
             f"{', '.join(outside.get(name, name) for name in named)}"
         )
     return {name: _labels(axes.get(outside.get(name, name), axes.get(name)), name) for name in named}

@@ -30,7 +30,7 @@ from sparsebit.quantization.quantizers import Quantizer
 aten = torch.ops.aten
 Where = tuple[str, "nn.Module | None"]  # name of the node, and the innermost QModule in it
 
-# Ops that hand values on: what was on a grid stays on it. Views need no entry, they share their memory.
+# Ops that only move values: a value on a grid stays on it. Views need no entry, because they share memory.
 MOVES = {
     *("clone", "_unsafe_view", "_to_copy", "_reshape_copy", "copy_", "cat", "stack", "index", "index_select"),
     *("gather", "embedding", "roll", "flip", "repeat", "pixel_shuffle", "pixel_unshuffle", "im2col"),
@@ -183,7 +183,7 @@ def _watching(gm: nn.Module, counter: _Counter) -> Iterator[None]:
 
 
 def _mark(counter: _Counter, quantizer: Quantizer, out: Any) -> Any:
-    """The value a quantizer hands on gets memory of its own, so that its source does not count as quantized."""
+    """The output of a quantizer gets new memory, so that its source does not count as quantized."""
     if quantizer.absorbed or quantizer.unused:
         return None
     if not isinstance(out, Tensor) or not out.is_floating_point():

@@ -73,7 +73,7 @@ class _QuantizedLane(Lane):
 
 
 class _Walk:
-    """Compares the two outputs of every layer that a node runs: those of its module and of what is inside it."""
+    """Compares the two outputs of every layer that a node runs: those of its module and of the modules inside it."""
 
     def __init__(self, gm: fx.GraphModule, chosen: set[Quantizer], checker: Checker, is_async: bool):
         self.gm, self.chosen, self.checker, self.is_async = gm, chosen, checker, is_async
@@ -134,7 +134,7 @@ class _Walk:
                 self._note(name, queue.popleft(), out)
             elif not self.is_async and self.in_quantized_view:
                 self._note(name, out, queue.popleft())
-            elif not self.is_async:  # a copy: what follows inside an island may write into it
+            elif not self.is_async:  # a copy: later code inside an island may write into it
                 queue.append(pytree.tree_map_only(Tensor, torch.clone, out))
 
         return hook

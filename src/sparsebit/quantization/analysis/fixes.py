@@ -16,7 +16,7 @@ from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer
 OBSERVERS = {"A": ("minmax", "mean_minmax", "percentile", "mse"), "W": ("minmax", "mse")}
 WIDTHS = (4, 8, 16)
 FREE_GAIN, BIT_GAIN = 3.0, 6.0  # dB that make an override worth naming: a bit is 6 dB
-GOOD = 20.0  # dB: below, noise is above 1 % of the signal, and an observer alone is no repair
+GOOD = 20.0  # dB: below, noise is above 1 % of the signal, and an observer alone is not a repair
 CLOSE = 1.0  # dB: as good as float, the rest of the noise is not this quantizer's
 
 

@@ -70,7 +70,7 @@ class Preflight:
         return "\n\n".join(part for part in (self._islands(), "\n".join(lines), self.summary()) if part)
 
     def summary(self) -> str:
-        """A few lines: what is quantized, the size, the share of integers, the memory of a calibration."""
+        """A few lines: the quantized share, the size, the share of integers, the memory of a calibration."""
         t = self.totals
         lines = [
             f"pre-flight of {self.model}, backend {self.backend}",

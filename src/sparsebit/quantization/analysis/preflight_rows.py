@@ -46,7 +46,7 @@ class Row:
     op: str
     state: str  # quantized, float, absorbed, island, parts
     how: str  # quantized with what; float why; absorbed into what
-    quantizers: tuple[str, ...] = ()  # by name; what stands before the last dot is what SPECIFIC matches
+    quantizers: tuple[str, ...] = ()  # by name; SPECIFIC matches the part before the last dot
     macs: int = 0
     quantized_macs: int = 0
     bytes: int = 0  # of its own parameters, in float
@@ -79,7 +79,7 @@ class RowBuilder:
                 yield self._inner_row(node, inside, child, own_rows)
 
     def _inner(self, node: fx.Node, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """QModules below `module`, and what of it multiplied in the example."""
+        """QModules below `module`, and the parts of it that multiplied in the example."""
         busy = {m for name, m in self.measured.macs if name == node.name}
         return [
             (inside.removeprefix("root."), child)
@@ -216,7 +216,7 @@ class RowBuilder:
 
 
 def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
-    """Bytes of a parameter as it is stored: a quantized weight in its bits, with a scale per channel."""
+    """Bytes of a stored parameter: a quantized weight in its bits, with a scale per channel."""
     quantizer = owner.weight_quantizer if isinstance(owner, QuantOpr) and name == "weight" else None
     if quantizer is None or not is_active(quantizer):
         return p.nbytes
@@ -227,7 +227,7 @@ def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
 
 
 def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
-    """The grids of the active quantizers of an op, as they are after calibration."""
+    """The grids that the active quantizers of an op have after calibration."""
     weights = [q for q in quantizers if q.qdesc.target is QuantTarget.WEIGHT]
     own = module.input_quantizer if isinstance(module, QuantOpr) else None
     inputs: list[QuantSpec] = []
@@ -240,7 +240,7 @@ def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
 
 
 def _carried_inside(module: nn.Module | None) -> tuple[list[Quantizer], bool]:
-    """Attention: the quantizers of the factors of its own products, and whether all of them are active."""
+    """Attention: the quantizers of the factors of its products, and whether all of them are active."""
     carriers = [] if module is None else [m for m in module.children() if isinstance(m, QIdentity)]
     active = [q for m in carriers for q in active_quantizers(m)]
     return active, len(active) == len(carriers)

@@ -1,8 +1,9 @@
 """Which layers cost accuracy, and the override that would fix each.
 
-Every layer is quantized alone. Its own SQNR says how much noise it makes; the SQNR of the model's output says how much
-of it arrives: the two rank layers differently. The fix is tried on the spot: other observers of the same width
-first, because they are free, then more bits, then float. What is suggested in the end was tried together.
+Every layer is quantized alone. Its own SQNR measures the noise that it makes; the SQNR of the model's output measures
+how much of it arrives. The two rank layers differently. The fix is tried on the spot: other observers of the same width
+first, because they are free, then more bits, then float. The overrides that are suggested in the end were tried
+together.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
 
 
 def _limits(qmodel: Any) -> dict[str, Any]:
-    """How many bits the backend takes, for W and A; None: any."""
+    """The numbers of bits that the backend takes, for W and A; None: any."""
     from sparsebit.quantization.quant_config import backend_of
 
     return {letter: backend_of(qmodel.cfg).BITS.get(letter) for letter in "WA"}
@@ -241,7 +242,7 @@ def _limits(qmodel: Any) -> dict[str, Any]:
 
 @dataclass
 class _Unit:
-    """What is quantized together: an op, its quantizers, and those of the QIdentities in front of it."""
+    """The parts that are quantized together: an op, its quantizers, and those of the QIdentities in front of it."""
 
     name: str
     path: str

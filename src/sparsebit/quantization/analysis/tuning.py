@@ -1,7 +1,7 @@
 """Which layers stay float because integers make them slower here: measured on this machine, on this model.
 
 The quantized file and the float file are profiled op by op. Layers whose integer kernel takes longer than the float one
-become float together, and the whole file is timed again. The fastest of these wins: all layers as they are, without the
+become float together, and the whole file is timed again. The fastest of these wins: all layers quantized, without the
 slow ones, or all in float. So the file is never slower than the float file.
 """
 
@@ -42,7 +42,7 @@ def time_draft(draft: Draft, file: Path, call: tuple[Any, Any]) -> timing.Timing
 
 @dataclass
 class Tuning:
-    """One search. `draft` exports the model as it is at that moment."""
+    """One search. `draft` exports the model in its present state."""
 
     qmodel: Any
     draft: Callable[[], Draft]

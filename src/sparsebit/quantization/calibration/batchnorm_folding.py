@@ -28,7 +28,7 @@ log = logging.getLogger("sparsebit")
 
 
 def fold(gm: fx.GraphModule) -> None:
-    """Fold every BatchNorm that can be; the quantized network computes what it did before, code for code."""
+    """Fold every BatchNorm that can be; the quantized network computes the same codes as before."""
     found = [_Folded(layer, bn) for layer, bn in norm_pairs(gm)]
     run_passes(gm, [GraphPass("fuse_bn", fuse_bn.run)])
     for folded in found:
@@ -67,7 +67,7 @@ def mirror_negative_norms(gm: fx.GraphModule) -> None:
 
 
 def override_folded(qmodel: Any) -> None:
-    """The config of what is there now, so that save() and load() build it again."""
+    """The config of the present model, so that save() and load() build it again."""
     done = ["SCHEDULE.BN_TUNING", False, "SCHEDULE.FUSE_BN", True, "SCHEDULE.EQUALIZE", False]
     scheme = qmodel.cfg.w.qscheme.replace("per-tensor", "per-channel")  # filters were scaled one by one
     qmodel.cfg = qmodel.cfg.override(*done, "W.QSCHEME", scheme)
@@ -99,7 +99,7 @@ class _Folded:
         calibrate_weight(layer)  # the range that repr and set_bit() want
         quantizer.observer.reset()
         if len(quantizer.scale) % len(factor):
-            log.warning("%s: filters with one scale have several batch norms: rounded anew", quantizer.name)
+            log.warning("%s: filters with one scale have several batch norms: rounded again", quantizer.name)
             return
         self._set_grid(quantizer, old)
         self._keep_codes(quantizer)
@@ -131,7 +131,7 @@ class _Folded:
 
 @torch.no_grad()
 def steps_of(weight: Tensor, quantizer: Quantizer) -> Tensor:
-    """How many steps from zero each weight is rounded to."""
+    """The number of steps from zero to which each weight is rounded."""
     grid, spec = quantizer.current_qparams(), quantizer.spec
     codes = quantize_to_int(quantizer.transform(weight.detach()), grid, spec)
     return dequantize(codes, QParams(torch.ones_like(grid.scale), grid.zero_point), spec)

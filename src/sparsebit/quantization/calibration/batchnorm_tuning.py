@@ -1,6 +1,6 @@
 """Batch-norm tuning: statistics that fit the quantized network (Hubara et al., AdaQuant, 2020, section 4).
 
-Rounding moves mean and variance of what enters a BatchNorm, which goes on with those of the float network. Here every
+Rounding moves mean and variance of the inputs of a BatchNorm, which still uses those of the float network. Here every
 batch runs twice, in float and quantized, and the running statistics move by the difference:
 
     mean' = mean + (mean_q - mean_f)        var' = var * var_q / var_f

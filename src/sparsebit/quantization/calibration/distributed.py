@@ -35,7 +35,7 @@ def any_rank(flag: bool) -> bool:
 
 @contextmanager
 def over_ranks(quantizer: Quantizer) -> Iterator[None]:
-    """Inside the block the quantizer has observed what it has on all ranks together; afterwards its own again."""
+    """Inside the block the quantizer has the observations of all ranks together; afterwards only those of this rank."""
     if world_size() == 1:
         yield
         return
@@ -67,12 +67,12 @@ def merge_means(means: Iterable[InputMean], device: torch.device) -> None:
 
 
 def of_first_rank(value: Any, device: torch.device) -> Any:
-    """What rank 0 has, for what is learned rather than counted."""
+    """The value of rank 0, for values that are learned and not counted."""
     return _gather(value if world_size() == 1 or torch.distributed.get_rank() == 0 else None, device)[0]
 
 
 def _statistics(quantizer: Quantizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the observer has seen, and the sums that the quantizer itself keeps."""
+    """The statistics of the observer, and the sums that the quantizer itself keeps."""
     seen = {name: value for name, value in vars(quantizer.observer).items() if name not in NOT_SEEN}
     return seen, {name: value for name, value in vars(quantizer).items() if isinstance(value, RunningSum)}
 

@@ -1,4 +1,5 @@
-"""Which values of a graph are the same for every batch: parameters, buffers, new tensors, and what is made of these.
+"""The values of a graph that are the same for every batch: parameters, buffers, new tensors, and values computed from
+these.
 
 Runtimes compute them once, when they load a file: quantizers there would cost accuracy and gain nothing.
 """
@@ -19,7 +20,8 @@ from sparsebit.quantization.modules.shape import Expand_as, Reshape
 from sparsebit.quantization.modules.unary import Cast
 
 WHY_FLOAT = "reads only constants: computed once"
-# a Python value such as a size; parameters and buffers, and what is made of them; with new tensors in it; any other
+# a Python value such as a size; parameters and buffers, and values computed from them; with new tensors in it; any
+# other
 NUMBER, STORED, CREATED, VARIES = range(4)
 FIRST_DECIDES = (Cast, Expand_as, Reshape)  # x.type_as(y), x.view_as(y): only x gives values
 TABLES = (
@@ -54,7 +56,7 @@ def _class_of(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
 
 
 def _kinds(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """The kind of every value. What is written into varies, from the start."""
+    """The kind of every value. A value that is written into counts as variable from the start."""
     written = _written(gm)
     kinds: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:

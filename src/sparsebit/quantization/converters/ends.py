@@ -15,7 +15,7 @@ FIRST, LAST = "<first>", "<last>"
 
 
 def ends(gm: fx.GraphModule) -> dict[nn.Module, list[str]]:
-    """By module of the graph, or inside an island: the names that SPECIFIC knows it by."""
+    """The names by which SPECIFIC knows each module of the graph, also inside an island."""
     nodes = [n for n in gm.graph.nodes if _weighted(n, gm)]
     behind = _reach(gm, nodes, forwards=True)
     before = _reach(gm, nodes, forwards=False)

@@ -62,7 +62,7 @@ def float_forms(gm: fx.GraphModule) -> list[FloatForm]:
 
 
 def _is_plain(conv: QConv2d) -> bool:
-    """8 bits for onnxruntime, on grids that nobody learns."""
+    """8 bits for onnxruntime, on grids that are not learned."""
     found = [q for q in conv.quantizers() if is_active(q)]
     plain = all(q.TYPE == "uniform" and q.bit == 8 and q.backend is Backend.ONNXRUNTIME for q in found)
     return plain and len(found) == 2

@@ -58,7 +58,7 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
         found = read_affine(node, gm)
         if found is not None and (_is_neutral(found, gm) or _fold_back(found, gm)):
             node.replace_all_uses_with(found.source)
-            node.args = ()  # it is no reader any more
+            node.args = ()  # it is not a reader any more
             folded += 1
     for node in reversed(list(gm.graph.nodes)):
         found = read_affine(node, gm)
@@ -68,7 +68,7 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
 
 
 def read_affine(node: fx.Node, gm: fx.GraphModule) -> Affine | None:
-    """What the node computes, if one of its two operands is a constant."""
+    """The factor or summand of the node, if one of its two operands is a constant."""
     kind = KINDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
     if kind is None or node.kwargs or len(node.args) != 2 or writes_input(node, gm) or not node.users:
         return None

@@ -37,7 +37,7 @@ class Branch:
     path: str
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """What the norm does to each channel, in double precision."""
+        """The factor and the summand of the norm for each channel, in double precision."""
         norm: Any = self.norm
         if norm is None:
             return None
@@ -143,7 +143,7 @@ def _drop_summand(end: fx.Node) -> None:
     other = next(a for a in add.args if a is not end)
     assert isinstance(other, fx.Node)
     add.replace_all_uses_with(other)
-    add.args = (other, other)  # nobody reads it: it is removed as dead code, and no longer reads `end`
+    add.args = (other, other)  # it has no reader: it is removed as dead code, and no longer reads `end`
 
 
 def _fits(branch: Branch, into: Any) -> bool:

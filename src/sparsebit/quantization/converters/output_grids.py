@@ -78,7 +78,7 @@ NAMED: dict[Any, tuple[str, tuple[str, ...]]] = {  # of these only some function
 
 @dataclass(frozen=True)
 class Reader:
-    """A quantizer that reads a value, and what stands between."""
+    """A quantizer that reads a value, and the ops between them."""
 
     quantizer: Quantizer
     calls: int
@@ -99,7 +99,7 @@ class Reader:
         return q.spec, clip, q.scale.flatten().tolist(), q.zero_point.flatten().tolist()
 
     def behind(self, node: fx.Node, how: str) -> Reader:
-        """The same quantizer, seen from in front of `node`."""
+        """This quantizer, seen from the input of `node`."""
         if how == CLIP:
             return replace(self, clipped=True)
         picked = (node, *self.picked) if how == PICK else self.picked
@@ -139,7 +139,7 @@ class OutputGrids:
         return self._readers(node) is not None and node not in self
 
     def float_edges(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """(value, reader) for everything that reads the output in float, as it is or moved around."""
+        """(value, reader) for every reader of the output in float, directly or behind ops that only move it."""
         found: list[tuple[fx.Node, fx.Node]] = []
         for user in node.users:
             module = module_of(user, self.gm) if user.op == "call_module" else None
@@ -180,7 +180,7 @@ class OutputGrids:
         return [reader.behind(user, how) for reader in readers]
 
     def _between(self, node: fx.Node, module: Any) -> str:
-        """What the op is for a quantizer behind it; "": the quantizer stays behind it."""
+        """The kind of the op for a quantizer behind it; "": the quantizer stays behind it."""
         if not node.op.startswith("call"):
             return ""
         kind = type(module) if isinstance(module, Opr) else find_qmodule(node, self.gm)
@@ -228,5 +228,5 @@ def _is_slice(index: Any) -> bool:
 
 
 def _is_one(size: Any) -> bool:
-    """A maximum over everything is no pool in the file."""
+    """A maximum over everything is not a pool in the file."""
     return all(n == 1 for n in (size if isinstance(size, (tuple, list)) else (size,)))

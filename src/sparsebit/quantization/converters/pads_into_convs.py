@@ -36,7 +36,7 @@ def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
-    """How many zeros, last axis first, as F.pad takes them; None: something else, other axes too, or values go."""
+    """The numbers of zeros, last axis first, in the form of F.pad; None: it pads other values or axes, or crops."""
     if not isinstance(module, Pad) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     layer = module.__dict__.get("op") or module._modules.get("op")
@@ -48,5 +48,5 @@ def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
 
 
 def _is_negative(amount: Any) -> bool:
-    """A size that the graph computes is taken as it is: it belongs to SAME padding."""
+    """A size that the graph computes is trusted: it belongs to SAME padding."""
     return isinstance(amount, int) and amount < 0

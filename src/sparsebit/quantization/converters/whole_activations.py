@@ -97,7 +97,7 @@ def _activation(
 
 
 def _values(inside: list[fx.Node], source: fx.Node, gm: fx.GraphModule) -> Tensor | None:
-    """What the nodes compute at the points; None where that fails or is no tensor of doubles."""
+    """What the nodes compute at the points; None where that fails or is not a tensor of doubles."""
     known: dict[fx.Node, Any] = {source: POINTS}
     for node in sorted(inside):
         for value in node.all_input_nodes:
@@ -105,7 +105,7 @@ def _values(inside: list[fx.Node], source: fx.Node, gm: fx.GraphModule) -> Tenso
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         try:
             known[node] = _call(node, gm)(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an argument that is no number
+        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an argument that is not a number
             return None
     last = known[inside[0]]
     return last if isinstance(last, Tensor) and last.dtype == torch.float64 else None

@@ -116,7 +116,7 @@ def _has_two_nodes(node: fx.Node) -> bool:
 
 
 def _is_mean(node: Any, gm: fx.GraphModule) -> bool:
-    """Over the last axis, which stays."""
+    """Is it a mean over the last axis, with keepdim?"""
     if not _is(node, "mean") or not node.args:
         return False
     axis = argument(node, 1, "dim")

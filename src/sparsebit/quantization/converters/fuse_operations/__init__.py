@@ -26,7 +26,7 @@ def own_tasks(gm: fx.GraphModule, ctx: Any) -> int:
     return sum(report.changes for report in run_passes(gm, steps, ctx)) if steps else 0
 
 
-# after the passes that users hand to QuantModel; reuse_memory looks at who reads what, so it is the last
+# after the passes that users hand to QuantModel; reuse_memory looks at the readers of values, so it is the last
 FINAL_PASSES = [own_tasks, _reuse_memory]
 
 

@@ -1,5 +1,5 @@
-"""disable_unnecessary_quant: an activation that the runtime computes together with the op before it needs no
-quantizer of its own input.
+"""disable_unnecessary_quant: an activation that the runtime computes together with the op before it needs no input
+quantizer.
 
 onnxruntime fuses only clips. Its convolutions are integer only if their output is: there an activation that is no
 clip keeps its quantizer. (A Linear is integer with float output too.)

@@ -120,7 +120,8 @@ class Stream:
 
 @graph_pass("equalize_sums", when=lambda cfg: cfg.schedule.equalize, keeps_output=True)
 def equalize_sums(gm: fx.GraphModule, ctx: Any = None) -> int:
-    """Balance the channels of residual streams; runs before fuse_bn, whose batch norms say how large they are.
+    """Balance the channels of residual streams; it runs before fuse_bn, because the batch norms know the size of the
+    channels.
 
     Channel c of every value of a stream is divided by the same r[c], in the batch norms that make the values,
     and the convolutions that read them multiply by it. r is the square root of the range: half of the
@@ -173,7 +174,7 @@ def _hands_on(node: fx.Node, inputs: list[fx.Node], of: dict[fx.Node, Stream]) -
 
 
 def _can_scale(norm: QBatchNorm2d, source: fx.Node, gm: fx.GraphModule) -> bool:
-    """It has factors of its own, and the weight it will be folded into has a scale per channel."""
+    """It has separate factors, and the weight that it is folded into has a scale per channel."""
     conv = module_of(source, gm) if source.op == "call_module" else None
     quantizer = getattr(conv, "weight_quantizer", None)
     return norm.affine and (quantizer is None or quantizer.absorbed or quantizer.is_perchannel)
@@ -182,7 +183,7 @@ def _can_scale(norm: QBatchNorm2d, source: fx.Node, gm: fx.GraphModule) -> bool:
 def _readers(
     stream: Stream, gm: fx.GraphModule, calls: Any
 ) -> list[tuple[QConv2d, tuple[Tensor, Tensor]]] | None:
-    """The convolutions that read a stream, each with what it reads; None if anybody else does."""
+    """The convolutions that read a stream, each with its input; None if there is another reader."""
     found = []
     for value, statistics in stream.values.items():
         for user in value.users:

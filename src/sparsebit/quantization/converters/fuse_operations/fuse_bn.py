@@ -35,7 +35,7 @@ from sparsebit.quantization.modules.normalization import (
 from sparsebit.quantization.modules.shape import Flatten, Reshape
 from sparsebit.quantization.modules.unary import Dropout
 
-LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # what each BatchNorm can be folded into
+LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # the layer that each BatchNorm can be folded into
     QBatchNorm1d: (QConv1d, QConvTranspose1d, QLinear),
     QBatchNorm2d: (QConv2d, QConvTranspose2d),
     QBatchNorm3d: (QConv3d, QConvTranspose3d),
@@ -61,7 +61,7 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
         fold_into(conv, bn)
         for norm in norms:  # the other calls of the same pair
             norm.replace_all_uses_with(norm.all_input_nodes[0])
-            norm.args = ()  # it is no reader any more; dead code goes when the pass is done
+            norm.args = ()  # it is not a reader any more; dead code is removed at the end of the pass
         gm.__dict__[f"{m['conv'].name}_bn"] = conv  # the original's name for a folded layer
         return m["conv"]
 
@@ -88,7 +88,7 @@ class ReplacePattern(PassPattern):
 
 
 def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:
-    """How many dimensions the value of `node` has, where an example or the ops before it tell; else None."""
+    """The number of dimensions of the value of `node`, if an example or the ops before it show it; otherwise None."""
     known = node.meta.get("tensor_meta", node.meta.get("val"))
     if known is not None and hasattr(known, "shape"):
         return len(known.shape)

@@ -1,8 +1,9 @@
-"""one_grid: quantizers that read the same value, as it is or moved around, get one grid (onnxruntime).
+"""one_grid: quantizers that read the same value, directly or behind ops that only move it, get one grid (onnxruntime).
 
 A convolution is integer there only if its output is rounded once, right behind it. So the quantizers behind a max pool,
-a slice or a channel shuffle share the range of those that read the value itself. A value that goes into a concatenation
-and elsewhere has a quantizer of its own in front of the concatenation, because the joined value has another range.
+a slice or a channel shuffle share the range of those that read the value itself. A value that enters a concatenation
+and has other readers gets a separate quantizer in front of the concatenation, because the joined value has another
+range.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in reversed(
         list(gm.graph.nodes)
-    ):  # readers first: what they get decides for the values they read
+    ):  # readers first: their grid decides for the values that they read
         if node.op != "call_module":
             continue
         module = module_of(node, gm)
@@ -47,7 +48,7 @@ def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _quantize_operands(join: fx.Node, gm: fx.GraphModule) -> int:
-    """A quantizer in front of each operand that somebody else reads, too."""
+    """A quantizer in front of each operand that has another reader."""
     grids = OutputGrids(gm, all_readers=True)
     readers = grids.readers(join)
     if not readers or not _is_for_onnxruntime(readers):
@@ -64,7 +65,7 @@ def _quantize_operands(join: fx.Node, gm: fx.GraphModule) -> int:
 
 
 def _quantize_before_clips(node: fx.Node, gm: fx.GraphModule) -> int:
-    """Where one reader takes the value and another clips it first, the value itself is rounded for both."""
+    """If one reader takes the value and another clips it first, round the value itself for both."""
     readers = OutputGrids(gm, all_readers=True).readers(node)
     if not readers or not _is_for_onnxruntime(readers) or len({r.clipped for r in readers}) < 2:
         return 0

@@ -1,7 +1,7 @@
-"""reuse_memory: where a value has one reader and memory of its own, that reader may write into it.
+"""reuse_memory: if a value has one reader and separate memory, that reader may write into it.
 
 Fresh pages cost more than the arithmetic of a ReLU or of fake quantization (10 x on large tensors), so both work
-in place there. Nobody sees it: without grad only, and not where somebody watches the value with a hook.
+in place there. It has no visible effect: it works only without grad, and not if a hook watches the value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
     forget_reuse(gm)
     running = gm.meta.setdefault("running", set())
     calls = module_calls(gm)
-    makers: dict[fx.Node, list[nn.Module]] = {}  # value with memory of its own -> the modules that wrote it
+    makers: dict[fx.Node, list[nn.Module]] = {}  # value with separate memory -> the modules that wrote it
     changed = 0
     for node in gm.graph.nodes:
         module = module_of(node, gm) if node.op == "call_module" else None

@@ -1,6 +1,6 @@
 """softmax_in_float: for onnxruntime a softmax has no quantizer in front, as long as its integer kernel is wrong.
 
-The product in front of it is an integer kernel all the same: it gives float values (export/kernels/wrong_kernels.py).
+The product in front of it is still an integer kernel: it gives float values (export/kernels/wrong_kernels.py).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
         if own is None or weight is None or not is_active(weight) or not wants_integer_output(conv, own):
             continue
         if (own.TYPE, weight.TYPE) != ("uniform", "uniform"):
-            continue  # somebody learns these grids
+            continue  # these grids are learned
         reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
         if is_stem(node, conv, gm, ctx.example):
@@ -109,7 +109,7 @@ def is_depthwise_one(conv: Any) -> bool:
 
 
 def _gives_codes(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Is the value made by an op that is integer if its output is quantized, as it is or moved around?"""
+    """Is the producer of the value, directly or behind ops that only move it, integer if its output is quantized?"""
     module: Any = module_of(node, gm) if node.op == "call_module" else None
     if isinstance(module, MultipleInputsQuantOpr):
         return module.input_quantizer_generated

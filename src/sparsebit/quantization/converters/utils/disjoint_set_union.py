@@ -10,7 +10,7 @@ from sparsebit.errors import GraphError
 
 class DSU:
     """Elements 0 .. nums-1. With `value`, `find(x)` leaves in `value[x]` the best value from x up to its
-    root, where `cmp(a, b)` says that a is better than b.
+    root, where `cmp(a, b)` is True if a is better than b.
     """
 
     def __init__(

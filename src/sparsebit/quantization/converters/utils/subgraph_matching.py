@@ -1,7 +1,7 @@
 """Legacy: SubgraphMatcher finds a pattern of MatchingNodes, which may have several outputs.
 
-The search starts at the pattern's last node and only looks at neighbours (inputs or users) of what it has
-placed, so that its cost grows with the graph and not with the pairs of its nodes.
+The search starts at the pattern's last node and only looks at neighbours (inputs or users) of placed nodes, so that its
+cost grows with the graph and not with the pairs of its nodes.
 """
 
 from __future__ import annotations
