@@ -89,7 +89,8 @@ class PlainCertificate(Comparison):
         for part in self.parts.of(name, mine):
             check = self.quiet.setdefault(part.name_in(name), OutputCheck())
             error, *floors = (check_part(part, mine, found, QUIET_SIZE) for found in (theirs, *others))
-            check.error, check.floor = max(check.error, error), max(check.floor, *floors)
+            check.error = max(check.error, error)
+            check.floor = max(check.floor, *floors)
             worst = max(worst, error)
         return worst
 
@@ -155,8 +156,11 @@ def export_module(
     more = as_batches(batches)
     kind = half_type(model, BFLOAT16)
     if kind is not None:
-        model, dummy, more = float_copy(model), in_float(dummy), in_float(more)
-    signature, device = inspect.signature(model.forward), device_of(model)
+        model = float_copy(model)
+        dummy = in_float(dummy)
+        more = in_float(more)
+    signature = inspect.signature(model.forward)
+    device = device_of(model)
     call = call_of(dummy, signature, device)
     with torch.no_grad(), evaluating(model):
         _check_runs(model, call)
@@ -200,9 +204,11 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )
     _check_model(model)
-    batches, kind = as_batches(batches), half_type(model, BFLOAT16)
+    batches = as_batches(batches)
+    kind = half_type(model, BFLOAT16)
     if kind is not None:
-        model, batches = float_copy(model), in_float(batches)
+        model = float_copy(model)
+        batches = in_float(batches)
     signature = inspect.signature(model.forward)
     calls = some_calls_of(batches, signature, device_of(model))
     with torch.no_grad(), evaluating(model):
@@ -236,7 +242,8 @@ def _check_model(model: Any) -> None:
 def _check_runs(model: nn.Module, call: Call) -> None:
     """A dummy that the model cannot take, or answers that no file could give, are no fault of the exporter."""
     try:
-        first, second = call.run(model), call.run(model)
+        first = call.run(model)
+        second = call.run(model)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error)[:600]}"
         raise ExportError(f"dummy: the model does not run on it: {reason}") from error

@@ -116,7 +116,8 @@ def settle(report: ExportReport, draft: Path, path: Path) -> None:
     """Move a file that holds to its place. One that does not is kept apart, and the error names the start of the
     difference."""
     files.add_metadata(draft, "sparsebit.certificate", report.summary())
-    report.path, report.bytes = str(path), files.size_of(draft)
+    report.path = str(path)
+    report.bytes = files.size_of(draft)
     if report.ok:
         files.accept(draft, path)
         report.save(files.report_of(path))

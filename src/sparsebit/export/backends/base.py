@@ -79,7 +79,8 @@ class Backend:
             return "no integer kernel"
         if not specs or not complete:
             return "an operand is float"
-        widest, narrowest = max(s.bits for s in specs), min(s.bits for s in specs)
+        widest = max(s.bits for s in specs)
+        narrowest = min(s.bits for s in specs)
         if widest > 8:
             return f"{widest} bits"
         schemes = self.SCHEMES.get("A", ())

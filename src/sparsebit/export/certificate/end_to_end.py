@@ -25,7 +25,8 @@ from sparsebit.graph.run.calls import Call
 FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
 NOISE = 1e-5
 DRAWS = 3  # of noise
-AS_USERS_RUN_IT, BARE = "as users run it", "unoptimised"  # sessions of onnxruntime
+AS_USERS_RUN_IT = "as users run it"  # sessions of onnxruntime
+BARE = "unoptimised"
 HUGE = 1e4  # masks hold numbers such as -1e9 beside 0
 Rows = list[tuple[str, str]]
 Shape = tuple[int, ...]
@@ -77,7 +78,8 @@ class OutputNoise:
             self.labels += apart.size
             self.labels_differ += int((apart > 0).sum())
         elif self.axis is not None:
-            a, b = expected.argmax(self.axis), got.argmax(self.axis)
+            a = expected.argmax(self.axis)
+            b = got.argmax(self.axis)
             self.labels += a.size
             self.labels_differ += int((a != b).sum())
 
@@ -86,11 +88,13 @@ class OutputNoise:
         the one before."""
         if x.ndim and x.shape[0] > 1:
             return float(((x - x.mean(0)) ** 2).sum())
-        before, self.last = self.last, x
+        before = self.last
+        self.last = x
         if before is None or before.shape != x.shape:
             self.guess = float(((x - x.mean()) ** 2).sum()) if x.size else 0.0
             return self.guess
-        apart, guess = float(((x - before) ** 2).sum()) / 2, self.guess
+        apart = float(((x - before) ** 2).sum()) / 2
+        guess = self.guess
         self.guess = 0.0
         return apart + (apart - guess if guess else 0.0)
 

@@ -51,7 +51,8 @@ class LocalOutput:
         self, part: Part, expected: Array, found: Array, rounding: float, others: Others
     ) -> None:
         """One batch of a part, as a share of the part's own largest value."""
-        error, allowed = check_part(part, expected, found, 0.0), rounding
+        error = check_part(part, expected, found, 0.0)
+        allowed = rounding
         if error > rounding:
             size = max(largest_of(part.of(expected)), 1e-12)
             most = rounding * max(LOUDER * largest_of(expected) / size, 1.0)

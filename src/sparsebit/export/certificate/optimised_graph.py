@@ -109,9 +109,11 @@ def _noise_db(expected: Array, got: Array) -> float:
     """The noise of codes or of values in dB, against the spread of the expected ones."""
     if expected.shape != got.shape:
         return float("inf")
-    a, b = expected.astype(np.float64), got.astype(np.float64)
+    a = expected.astype(np.float64)
+    b = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        noise, signal = float(np.nansum((a - b) ** 2)), float(np.nansum((a - np.nanmean(a)) ** 2))
+        noise = float(np.nansum((a - b) ** 2))
+        signal = float(np.nansum((a - np.nanmean(a)) ** 2))
     if not noise:
         return float("-inf")
     return float(10 * np.log10(noise / signal)) if signal else float("inf")

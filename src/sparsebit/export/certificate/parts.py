@@ -26,7 +26,8 @@ class Part:
     size: int  # of the axis
 
     def name_in(self, output: str) -> str:
-        first, last = self.places[0], self.places[-1]
+        first = self.places[0]
+        last = self.places[-1]
         if len(self.places) == last - first + 1:
             return f"{output}[{':, ' * self.axis}{first}:{last + 1}]"
         return f"{output}, {len(self.places)} of {self.size} places on axis {self.axis}"

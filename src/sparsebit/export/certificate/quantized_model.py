@@ -148,7 +148,8 @@ class Certificate(Comparison):
 
     def allowed(self, name: str) -> tuple[float, int]:
         """How far an output may be from the model's, in dB, and how many of its labels may differ."""
-        floor, quantization = self.floor_of(name), self.quantization.of(name)
+        floor = self.floor_of(name)
+        quantization = self.quantization.of(name)
         quiet = QUIET + (0.0 if self.rounds_inputs else self.runtime.of(name).moving_db)
         limits = (floor.noise_db + ABOVE_FLOOR, quantization.noise_db - BELOW_QUANTIZATION, quiet)
         rounding = 20 * math.log10(self.rounding)

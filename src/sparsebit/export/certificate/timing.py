@@ -19,7 +19,9 @@ from typing import Any
 
 from sparsebit.export.certificate.runtime import INTEGER, Array, run, session
 
-SECONDS, ROUNDS, RUNS = 2.0, 50, 3  # for all files together; rounds at most; runs of a file in its turn
+SECONDS = 2.0  # for all files together
+ROUNDS = 50  # at most
+RUNS = 3  # of a file in its turn
 PROFILED = 5  # runs, of which the best one of each op counts
 BORDERS = ("QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput", "Cast")
 SHOWN = 5  # ops that a report names
@@ -162,7 +164,8 @@ def profile(path: Path, given: dict[str, Array]) -> tuple[list[OpTime], dict[str
 def _op_time(event: dict[str, Any], microseconds: float, per_value: Mapping[str, int]) -> OpTime:
     args = event["args"]
     node = SUFFIX.sub("", str(event["name"]).removesuffix("_kernel_time"))
-    inputs, outputs = args.get("input_type_shape", []), args.get("output_type_shape", [])
+    inputs = args.get("input_type_shape", [])
+    outputs = args.get("output_type_shape", [])
     op = str(args.get("op_name", ""))
     is_kernel = op.startswith(("QLinear", "MatMulInteger")) or op in INTEGER
     moves_codes = bool(inputs) and next(iter(inputs[0]), "") in ("uint8", "int8") and op not in BORDERS

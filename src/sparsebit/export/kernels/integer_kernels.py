@@ -26,7 +26,8 @@ NEEDS_OUTPUT = {
     "HardSigmoid": True,  # as a change of scale (integer_forms.py)
     "Softmax": True,
 }
-WEIGHT_BITS, INPUT_BITS = range(5, 9), range(2, 9)  # stored in types of 8 bits (export/onnx/types.py)
+WEIGHT_BITS = range(5, 9)  # stored in types of 8 bits (export/onnx/types.py)
+INPUT_BITS = range(2, 9)
 OUTPUT = "its output is not quantized"
 WRONG = "its integer kernel in onnxruntime computes wrong values"
 

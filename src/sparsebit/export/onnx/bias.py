@@ -71,7 +71,8 @@ def float_biases(model: ir.Model, lowered: Lowered) -> int:
     """
     changed = 0
     for node in list(model.graph):
-        name, users = node.metadata_props.get(BIAS_OF), readers(node.outputs[0])
+        name = node.metadata_props.get(BIAS_OF)
+        users = readers(node.outputs[0])
         if name is None or FLOAT not in node.meta or not users:
             continue
         if all(user.op_type == "Conv" and reason_of(user) and _is_read_in_float(user) for user in users):

@@ -51,7 +51,8 @@ def _order_of_shuffle(last: ir.Node) -> list[int] | None:
     x, inner, out = (_sizes(value) for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
     if x is None or inner is None or len(x) != 4 or x != out or len(inner) != 5:
         return None
-    groups, members = inner[1], inner[2]
+    groups = inner[1]
+    members = inner[2]
     is_split = inner[:1] == x[:1] and inner[3:] == x[2:]
     if not is_split or not isinstance(groups, int) or not isinstance(members, int):
         return None
@@ -92,7 +93,8 @@ def _gather(node: ir.Node, order: list[int]) -> None:
     name = f"{node.name}/gather"
     wanted = constant(graph, f"{name}/order", np.asarray(order, np.int64))
     out = insert(node, "Gather", [replaced[-1].inputs[0], wanted], name, {"axis": CHANNELS})
-    out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
+    out.shape = node.outputs[0].shape
+    out.type = node.outputs[0].type
     replace(node, out)
     for unused in replaced[1:]:
         graph.remove(unused, safe=True)

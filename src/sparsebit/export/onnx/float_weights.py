@@ -45,13 +45,16 @@ def _takes_codes(user: ir.Node) -> bool:
 
 def _store(node: ir.Node) -> None:
     codes, scale, zero = (array_of(value) for value in node.inputs[:3])
-    graph, out = node.graph, node.outputs[0]
+    graph = node.graph
+    out = node.outputs[0]
     assert codes is not None and scale is not None and zero is not None and isinstance(graph, ir.Graph)
     if scale.ndim:
         shape = [1] * codes.ndim
         shape[node.attributes["axis"].as_int()] = -1
-        scale, zero = scale.reshape(shape), zero.reshape(shape)
+        scale = scale.reshape(shape)
+        zero = zero.reshape(shape)
     values = (codes.astype("int32") - zero.astype("int32")).astype("float32") * scale
-    name, out.name = out.name or "", None
+    name = out.name or ""
+    out.name = None
     out.replace_all_uses_with(constant(graph, name, values.astype("float32")))
     graph.remove(node, safe=True)

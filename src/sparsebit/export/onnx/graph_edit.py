@@ -57,13 +57,16 @@ def insert(
 ) -> ir.Value:
     """A new node in front of another; its single output, named like the node."""
     node = ir.node(op, inputs, attributes=attributes or {}, name=name)
-    out, first = node.outputs[0], inputs[0]
+    out = node.outputs[0]
+    first = inputs[0]
     for key in (SCOPES, MODULE):  # it belongs to the same module
         if key in before.metadata_props:
             node.metadata_props[key] = before.metadata_props[key]
     out.name = f"{name}/out"
     if first is not None:
-        out.type, out.shape = first.type, first.shape  # right for most; others set their own
+        # right for most ops; others set their own
+        out.type = first.type
+        out.shape = first.shape
     assert before.graph is not None
     before.graph.insert_before(before, [node])
     return out
@@ -71,12 +74,15 @@ def insert(
 
 def replace(node: ir.Node, value: ir.Value) -> None:
     """All readers of the node's output read `value` instead. The node is removed; a graph output keeps its name."""
-    old, graph = node.outputs[0], node.graph
+    old = node.outputs[0]
+    graph = node.graph
     assert isinstance(graph, ir.Graph)
-    value.shape, value.type = value.shape or old.shape, value.type or old.type
+    value.shape = value.shape or old.shape
+    value.type = value.type or old.type
     for i, out in enumerate(graph.outputs):
         if out is old:
-            name, old.name = old.name, None
+            name = old.name
+            old.name = None
             graph.outputs[i] = insert(node, "Identity", [value], f"{name}/end")
             graph.outputs[i].name = name
     old.replace_all_uses_with(value)

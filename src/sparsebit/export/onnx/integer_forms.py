@@ -22,7 +22,8 @@ from sparsebit.export.onnx.lowered import Lowered
 
 LARGEST_POOL = 9  # places: smaller pools stay integer
 BLOCK = 16  # channels of the blocked layout, with AVX-512; 8 with AVX2
-TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # where the channels of images go
+TO_LAST = [0, 2, 3, 1]  # moves the channels of images
+TO_FIRST = [0, 3, 1, 2]
 
 
 def pools_as_convs(model: ir.Model) -> int:
@@ -74,11 +75,13 @@ def _pool_as_conv(node: ir.Node, channels: int) -> None:
 def _take_place(node: ir.Node, out: ir.Value) -> None:
     """`out` replaces the output of `node`, under the name by which the certificate knows it."""
     old = node.outputs[0]
-    out.type, out.shape = old.type, old.shape
+    out.type = old.type
+    out.shape = old.shape
     if old.is_graph_output():
         replace(node, out)  # keeps the name for the output
         return
-    name, old.name = old.name, None
+    name = old.name
+    old.name = None
     replace(node, out)
     out.name = name
 
@@ -122,7 +125,8 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
         return 0
     if bias and bias[0] is not None and bias[0].producer() is None:
         return 0  # a float bias: the integer Gemm adds int32
-    graph, name = node.graph, f"{node.name}/as_product"
+    graph = node.graph
+    name = f"{node.name}/as_product"
     assert isinstance(graph, ir.Graph) and scale is not None and zero is not None
     matrix = constant(graph, f"{stored.inputs[0].name}/matrix", codes.reshape(len(codes), -1).T)  # type: ignore[union-attr]
     stored.replace_input_with(0, matrix)
@@ -153,7 +157,8 @@ def _shape_of_images(node: ir.Node, last: ir.Value, channels: int, name: str) ->
     if all(isinstance(size, int) for size in sizes):
         return constant(graph, f"{name}/shape", np.asarray([-1, *sizes, channels], np.int64))
     shape = insert(node, "Shape", [last], f"{name}/sizes", {"start": 0, "end": 3})
-    shape.type, shape.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([3])
+    shape.type = ir.TensorType(ir.DataType.INT64)
+    shape.shape = ir.Shape([3])
     count = constant(graph, f"{name}/channels", np.asarray([channels], np.int64))
     whole = insert(node, "Concat", [shape, count], f"{name}/shape", {"axis": 0})
     whole.shape = ir.Shape([4])
@@ -166,7 +171,8 @@ def large_pools_in_blocks(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type != "MaxPool" or "kernel_shape" not in node.attributes:
             continue
-        x, made = node.inputs[0], made_by(node.inputs[0])
+        x = node.inputs[0]
+        made = made_by(node.inputs[0])
         window = node.attributes["kernel_shape"].as_ints()
         channels = x.shape[1] if x is not None and x.shape is not None and len(x.shape) == 4 else None
         reads_codes = made is not None and made.op_type == "DequantizeLinear"
@@ -194,9 +200,13 @@ def hard_sigmoids_as_scales(model: ir.Model, lowered: Lowered) -> int:
 
 
 def _as_scale(node: ir.Node, lowered: Lowered) -> int:
-    graph, read, written = node.graph, made_by(node.inputs[0]), readers(node.outputs[0])[0]
+    graph = node.graph
+    read = made_by(node.inputs[0])
+    written = readers(node.outputs[0])[0]
     assert isinstance(graph, ir.Graph) and read is not None
-    scale, step, zero = array_of(read.inputs[1]), array_of(written.inputs[1]), array_of(written.inputs[2])
+    scale = array_of(read.inputs[1])
+    step = array_of(written.inputs[1])
+    zero = array_of(written.inputs[2])
     if scale is None or step is None or zero is None or scale.size > 1 or step.size > 1 or zero.any():
         return 0
     slope = node.attributes["alpha"].as_float() if "alpha" in node.attributes else 0.2
@@ -210,22 +220,27 @@ def _as_scale(node: ir.Node, lowered: Lowered) -> int:
     x = insert(node, "DequantizeLinear", [read.inputs[0], smaller, read.inputs[2]], f"{name}/DQ")
     x.type = ir.TensorType(ir.DataType.FLOAT)
     same = insert(node, "LeakyRelu", [x], f"{name}/same", {"alpha": 1.0})
-    same.type, same.shape = x.type, node.outputs[0].shape
+    same.type = x.type
+    same.shape = node.outputs[0].shape
     written.replace_input_with(2, constant(graph, f"{name}/zero_point", np.uint8(round(steps))))
     before = node.outputs[0].name
     replace(node, same)
     is_read = bool(readers(read.outputs[0])) or read.outputs[0].is_graph_output()
     for site in lowered.sites:
         if site.before == before:
-            site.before, site.shift, site.clip = same.name or "", shift, (0.0, 1.0)
+            site.before = same.name or ""
+            site.shift = shift
+            site.clip = (0.0, 1.0)
         if site.after == read.outputs[0].name and not is_read:
-            site.after, site.factor = x.name or "", slope
+            site.after = x.name or ""
+            site.factor = slope
     return 1
 
 
 def _is_between_codes(node: ir.Node) -> bool:
     """Does it read codes of 8 bits on one scale, and does one quantizer read its output?"""
-    made, users = made_by(node.inputs[0]), readers(node.outputs[0])
+    made = made_by(node.inputs[0])
+    users = readers(node.outputs[0])
     if made is None or made.op_type != "DequantizeLinear" or made.inputs[0] is None:
         return False
     is_plain = made.inputs[0].dtype == ir.DataType.UINT8 and "axis" not in made.attributes

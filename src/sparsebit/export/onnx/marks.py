@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sparsebit.numeric import QParams, QuantSpec
 
-DOMAIN, OP, KEY = "sparsebit", "FakeQuant", "quantizer"
+DOMAIN = "sparsebit"
+OP = "FakeQuant"
+KEY = "quantizer"
 CALL = "call"  # which of its calls: two on the same value stay two, and in order
 
 

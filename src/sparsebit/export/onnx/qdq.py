@@ -80,7 +80,8 @@ def grid(
     codes = zero.reshape(shape).astype(np.int32).astype(container(mark))
     scale = scale.reshape(shape)
     if transposed:
-        codes, scale = codes.T, scale.T
+        codes = codes.T
+        scale = scale.T
     return (
         constant(graph, f"{stem}/scale", scale),
         constant(graph, f"{stem}/zero_point", codes),  # a copy, because onnxruntime may replace it
@@ -89,7 +90,8 @@ def grid(
 
 
 def _lower_weight(node: ir.Node, mark: Mark) -> Site:
-    graph, after = node.graph, f"{mark.name}/DQ/out"
+    graph = node.graph
+    after = f"{mark.name}/DQ/out"
     assert isinstance(graph, ir.Graph) and mark.weight is not None
     transposed = TRANSPOSED in node.metadata_props
     known = next((n.outputs[0] for n in graph if n.outputs and n.outputs[0].name == after), None)
@@ -107,12 +109,15 @@ def _lower_weight(node: ir.Node, mark: Mark) -> Site:
 
 
 def _lower_activation(node: ir.Node, mark: Mark) -> Site:
-    graph, x = node.graph, node.inputs[0]
+    graph = node.graph
+    x = node.inputs[0]
     assert isinstance(graph, ir.Graph) and x is not None and x.name is not None
     kind = x.dtype
-    stem, calls = mark.name, 1
+    stem = mark.name
+    calls = 1
     while f"{stem}/scale" in graph.initializers:  # the layer is called again
-        stem, calls = f"{mark.name}#{calls}", calls + 1
+        stem = f"{mark.name}#{calls}"
+        calls = calls + 1
     scale, zero, axis = grid(graph, mark, stem, len(x.shape) if x.shape is not None else 4)
     x = _cast(node, x, FLOAT, f"{stem}/as_float")
     before = x.name or ""  # behind the cast: onnxruntime may compute in float32 and leave out both casts
@@ -156,7 +161,8 @@ def _clip_codes(node: ir.Node, codes: ir.Value, mark: Mark, stem: str) -> ir.Val
 
 def _clip_values(node: ir.Node, x: ir.Value, mark: Mark, stem: str) -> ir.Value:
     """Codes of 16 bits have no Clip in onnxruntime: saturate before rounding."""
-    graph, spec = node.graph, mark.spec
+    graph = node.graph
+    spec = mark.spec
     assert isinstance(graph, ir.Graph)
     scale, zero = (t.double() for t in _on_cpu(mark))
     ndim = len(x.shape) if x.shape is not None else 4

@@ -42,7 +42,8 @@ def merge_equal(model: ir.Model, marks: Marks) -> dict[str, str]:
             clip = node.metadata_props.get("clip")
             same[id(node.inputs[0]), clip, _grid(mark)].append(node)
     for nodes in same.values():
-        first, kept = nodes[0], min(nodes, key=lambda node: (_is_copy(node), calls[name_of(node)] > 1))
+        first = nodes[0]
+        kept = min(nodes, key=lambda node: (_is_copy(node), calls[name_of(node)] > 1))
         if kept is not first:
             assert kept.graph is not None
             kept.graph.remove(kept)
@@ -112,7 +113,8 @@ def fold_pads(model: ir.Model) -> int:
 
 def _zeros_around(pad: ir.Node) -> list[int] | None:
     """Zeros around, in the order of `pads` of a convolution: the beginnings of all axes, then the ends."""
-    amounts, value = array_of(pad.inputs[1]), array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
+    amounts = array_of(pad.inputs[1])
+    value = array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
     has_value = len(pad.inputs) > 2 and pad.inputs[2] is not None
     if _mode(pad) != "constant" or amounts is None or (has_value and (value is None or value.any())):
         return None
@@ -135,7 +137,8 @@ def gelu_order(model: ir.Model) -> int:
             if inner is None or inner.op_type != "Mul" or len(readers(inner.outputs[0])) != 1:
                 continue
             half, rest = inner.inputs if array_of(inner.inputs[0]) is not None else inner.inputs[::-1]
-            value, made = array_of(half), rest.producer() if rest is not None else None
+            value = array_of(half)
+            made = rest.producer() if rest is not None else None
             if (
                 value is None
                 or value.size != 1
@@ -179,7 +182,8 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
         if x is None or array_of(x) is not None or is_mark(x.producer()):
             continue
         copy = ir.node(OP, [x], attributes={KEY: name_of(node)}, domain=DOMAIN, name=f"{node.name}/before{i}")
-        copy.outputs[0].shape, copy.outputs[0].type = x.shape, x.type
+        copy.outputs[0].shape = x.shape
+        copy.outputs[0].type = x.type
         copy.metadata_props["copy"] = "1"
         assert mover.graph is not None
         mover.graph.insert_before(mover, [copy])
@@ -269,7 +273,8 @@ def pads_of_codes(model: ir.Model, lowered: Lowered) -> int:
         padded.shape = node.outputs[0].shape
         for site in lowered.sites:
             if site.before == node.outputs[0].name:  # nothing is rounded here any more
-                site.before, site.hoisted = site.after, True
+                site.before = site.after
+                site.hoisted = True
         replace(after, padded)
         changed += 1
     return changed
@@ -278,7 +283,8 @@ def pads_of_codes(model: ir.Model, lowered: Lowered) -> int:
 def _around(pad: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
     """The DequantizeLinear in front, and the QuantizeLinear that alone reads the result."""
     source = pad.inputs[0]
-    before, users = source.producer() if source is not None else None, readers(pad.outputs[0])
+    before = source.producer() if source is not None else None
+    users = readers(pad.outputs[0])
     is_between = (
         before is not None and before.op_type == "DequantizeLinear" and "axis" not in before.attributes
     )
@@ -348,9 +354,11 @@ def _is_activation(node: ir.Node) -> bool:
 
 def _behind(node: ir.Node) -> None:
     """A Sum of one value between a node and all of its readers."""
-    out, apart = node.outputs[0], ir.node("Sum", [node.outputs[0]], name=f"{node.name}/apart")
+    out = node.outputs[0]
+    apart = ir.node("Sum", [node.outputs[0]], name=f"{node.name}/apart")
     apart.outputs[0].name = f"{node.name}/apart/out"
-    apart.outputs[0].type, apart.outputs[0].shape = out.type, out.shape
+    apart.outputs[0].type = out.type
+    apart.outputs[0].shape = out.shape
     uses = list(out.uses())
     assert node.graph is not None
     node.graph.insert_after(node, [apart])

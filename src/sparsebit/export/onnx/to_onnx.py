@@ -62,7 +62,8 @@ def to_program(
         model = with_named_inputs(model, args, kwargs)
     named = named_inputs(model, args, kwargs)
     if isinstance(model, fx.GraphModule):  # which torch.export calls without names
-        args, kwargs = tuple(named.values()), {}
+        args = tuple(named.values())
+        kwargs = {}
     if dynamic_axes and dynamic_shapes is None:
         dynamic_shapes = shapes_from_axes(dynamic_axes, named, input_names, output_names)
     if isinstance(dynamic_shapes, Mapping):
@@ -207,9 +208,11 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 def _explain(error: BaseException, model: nn.Module) -> str:
     """The innermost reason and the module it is in, without the exporter's framing."""
-    where, packed = "", False
+    where = ""
+    packed = False
     while True:
-        where, packed = _module_path(error, model) or where, packed or _is_packed(error)
+        where = _module_path(error, model) or where
+        packed = packed or _is_packed(error)
         if error.__cause__ is None:
             break
         error = error.__cause__

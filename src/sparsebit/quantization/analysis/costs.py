@@ -66,7 +66,8 @@ def measure(qmodel: Any, example: Any) -> Measured:
     """Run `example` (one batch in any form that calibrate() takes) once, in float and eval mode."""
     gm: fx.GraphModule = qmodel.model
     calls = as_calls(gm, [example])
-    lane, counter = Lane(gm, calls), _Counter()
+    lane = Lane(gm, calls)
+    counter = _Counter()
     counter.make_vary(calls)
     with torch.no_grad(), undisturbed(gm), _watching(gm, counter), counter:
         for node in gm.graph.nodes:

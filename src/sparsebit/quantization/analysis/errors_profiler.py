@@ -76,7 +76,10 @@ class _Walk:
     """Compares the two outputs of every layer that a node runs: those of its module and of the modules inside it."""
 
     def __init__(self, gm: fx.GraphModule, chosen: set[Quantizer], checker: Checker, is_async: bool):
-        self.gm, self.chosen, self.checker, self.is_async = gm, chosen, checker, is_async
+        self.gm = gm
+        self.chosen = chosen
+        self.checker = checker
+        self.is_async = is_async
         self.waiting: dict[str, deque[Any]] = {}  # outputs of one view, until the other has them too
         self.errors: dict[str, list[Any]] = {}
         self.in_quantized_view = False

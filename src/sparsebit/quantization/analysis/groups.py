@@ -92,7 +92,8 @@ def _repair(
         see()
     ways = [["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE]
     ways.append(["QUANTIZER.DISABLE", True])
-    best, fixed = "", total + GAIN
+    best = ""
+    fixed = total + GAIN
     for way in ways:
         replaced = _replacements(members, way, values)
         if replaced is None:
@@ -102,7 +103,8 @@ def _repair(
         if way[0] == "QUANTIZER.DISABLE" and best:
             break  # what costs nothing at run time comes first
         if found > fixed:
-            best, fixed = _lines(letter, members, way), found
+            best = _lines(letter, members, way)
+            fixed = found
     return best, fixed if best else None
 
 

@@ -56,7 +56,8 @@ class Preflight:
 
     def short(self) -> str:
         """A screenful: islands, the reasons of ops that stay float or have no integer kernel, and the summary."""
-        name, t = labels(self.rows), self.totals
+        name = labels(self.rows)
+        t = self.totals
         stays: dict[str, list[str]] = defaultdict(list)
         slow: dict[str, list[str]] = defaultdict(list)
         for row in self.rows:
@@ -96,7 +97,8 @@ class Preflight:
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 
     def _ops(self) -> str:
-        cells, name = [], labels(self.rows)
+        cells = []
+        name = labels(self.rows)
         for r in self.rows:
             numbers = [count(r.macs) if r.macs else "", size(r.bytes) if r.bytes else ""]
             cells.append([name[r.name], r.op, f"{r.state}: {r.how}", *numbers, r.backend])
@@ -171,7 +173,8 @@ def _parameters(gm: fx.GraphModule) -> list[tuple[str, nn.Module, nn.Parameter]]
 
 
 def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
-    everything, covered = _parameters(gm), _covered(gm)
+    everything = _parameters(gm)
+    covered = _covered(gm)
     total = sum(p.nbytes for _, _, p in everything) or 1
     groups: dict[str, list[nn.Parameter]] = defaultdict(list)
     for path, owner, p in everything:
@@ -187,7 +190,8 @@ def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
 
 
 def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> dict[str, int]:
-    everything, covered = _parameters(gm), _covered(gm)
+    everything = _parameters(gm)
+    covered = _covered(gm)
     states = ("quantized", "absorbed", "float", "island", PARTS)
     totals = {state: sum(r.state == state for r in rows) for state in states}
     totals["bytes"] = sum(p.nbytes for _, _, p in everything)

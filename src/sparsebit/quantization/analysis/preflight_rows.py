@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from sparsebit.export.backends import BACKENDS
 from sparsebit.export.kernels.integer_kernels import OUTPUT, WRONG
-from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
+from sparsebit.graph.ops import called_module, is_bookkeeping, writes_input
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.analysis.costs import Measured
 from sparsebit.quantization.common import QuantTarget
@@ -57,7 +57,9 @@ class Row:
 
 class RowBuilder:
     def __init__(self, gm: fx.GraphModule, config: Any, backend: str, measured: Measured | None):
-        self.gm, self.config, self.backend = gm, config, backend
+        self.gm = gm
+        self.config = config
+        self.backend = backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
         self.outputs = OutputGrids(gm)
@@ -69,7 +71,7 @@ class RowBuilder:
         for node in self.gm.graph.nodes:
             if not node.op.startswith("call") or is_bookkeeping(node):
                 continue
-            module = module_of(node, self.gm) if node.op == "call_module" else None
+            module = called_module(node, self.gm)
             if isinstance(module, QIdentity) and carries_for(node) is not None:
                 continue  # shown with the op it belongs to
             inner = [] if module is None else self._inner(node, module)
@@ -113,12 +115,15 @@ class RowBuilder:
 
     def _inner_row(self, node: fx.Node, inside: str, module: nn.Module, own_rows: set[nn.Module]) -> Row:
         quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
-        op, key = _op_name(node, module), (node.name, module)
-        macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
+        op = _op_name(node, module)
+        key = (node.name, module)
+        macs = self.measured.macs.get(key, 0)
+        quantized = self.measured.quantized.get(key, 0)
         if key in self.measured.constant and not macs:
             full, _ = self._bytes(module, own_rows)
             return Row(*names_of(node, inside), op, "float", WHY_FLOAT, bytes=full, quantized_bytes=full)
-        state, how = "quantized", " / ".join(map(describe, quantizers))
+        state = "quantized"
+        how = " / ".join(map(describe, quantizers))
         if not quantizers:
             state, how = self._without_quantizer(module)
         values, all_values = _carried_inside(module)

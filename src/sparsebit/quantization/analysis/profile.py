@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.analysis.fixes import Fix, find_fix
 from sparsebit.quantization.analysis.groups import Group, Member, costliest, op_name
@@ -95,7 +95,8 @@ class Profile:
         return asdict(self)
 
     def __str__(self) -> str:
-        rank, name = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}, labels(self.rows)
+        rank = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}
+        name = labels(self.rows)
         cells = [
             [
                 name[r.name],
@@ -219,7 +220,8 @@ def _suggest(
 @contextmanager
 def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
     """Inside, the new quantizer of a fix does the work of the old one."""
-    old, new = fix.old, fix.new
+    old = fix.old
+    new = fix.new
     assert old is not None
     owner = owners[old]
     correction = owner.bias_correction
@@ -255,7 +257,7 @@ def _units(gm: fx.GraphModule) -> Iterator[_Unit]:
     seen: set[Quantizer] = set()
     found: list[_Unit] = []
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if module is None or (isinstance(module, QIdentity) and carries_for(node) is not None):
             continue
         carried = input_carriers(node, gm)
@@ -284,7 +286,8 @@ def _owned(module: nn.Module) -> list[tuple[Quantizer, QuantOpr]]:
 def _row(
     gm: fx.GraphModule, unit: _Unit, calls: list[Call], real: list[Any], limits: dict[str, Any]
 ) -> tuple[LayerProfile, Fix | None]:
-    effect, trial = Noise(), _Trial(unit, limits)
+    effect = Noise()
+    trial = _Trial(unit, limits)
     for (args, kwargs), out in zip(calls, real):
         with switched_on(unit.quantizers), trial.listening():
             effect.add(gm(*args, **kwargs), out)
@@ -299,7 +302,8 @@ class _Trial:
     """Runs the op of one unit again and again on the inputs it gets, each time with other quantizers."""
 
     def __init__(self, unit: _Unit, limits: dict[str, Any]):
-        self.unit, self.limits = unit, limits
+        self.unit = unit
+        self.limits = limits
         weights = [q for q in unit.quantizers if q.observer.is_weight]
         self.halves = {"weight": weights, "inputs": [q for q in unit.quantizers if q not in weights]}
         self.noise = {name: Noise() for name in ("own", *self.halves)}

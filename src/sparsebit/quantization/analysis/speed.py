@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.analysis.costs import Measured
 from sparsebit.quantization.analysis.preflight_rows import Row
 from sparsebit.quantization.modules.conv import is_depthwise, is_pointwise
@@ -174,12 +174,12 @@ def _is_fused(op: str, node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _behind_identity(node: fx.Node, gm: fx.GraphModule) -> fx.Node:
     """The value that an identity with a quantizer hands on."""
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return node.all_input_nodes[0] if isinstance(module, QIdentity) and node.all_input_nodes else node
 
 
 def _is_conv(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return hasattr(module, "kernel_size") and hasattr(module, "groups")
 
 

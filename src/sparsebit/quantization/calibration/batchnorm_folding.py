@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparsebit.graph.ops import module_calls, module_of
+from sparsebit.graph.ops import called_module, module_calls
 from sparsebit.graph.passes import GraphPass, run_passes
 from sparsebit.numeric import QParams, broadcast, dequantize, quantize_to_int
 from sparsebit.quantization.calibration.runner import calibrate_weight
@@ -40,11 +40,11 @@ def norm_pairs(gm: fx.GraphModule) -> Iterator[tuple[QuantOpr, Any]]:
     """Layers with a weight, and the BatchNorm that alone reads their output; each called once."""
     calls = module_calls(gm)
     for node in gm.graph.nodes:
-        bn = module_of(node, gm) if node.op == "call_module" else None
+        bn = called_module(node, gm)
         if not isinstance(bn, _BatchNorm) or bn.running_var is None or not node.all_input_nodes:
             continue
         source = node.all_input_nodes[0]
-        layer = module_of(source, gm) if source.op == "call_module" else None
+        layer = called_module(source, gm)
         once = calls[str(node.target)] == calls[str(source.target)] == len(source.users) == 1
         if not once or not any(isinstance(bn, kind) and isinstance(layer, LAYERS[kind]) for kind in LAYERS):
             continue
@@ -77,7 +77,9 @@ class _Folded:
     """A layer before and after a BatchNorm was folded into it."""
 
     def __init__(self, layer: QuantOpr, bn: Any):
-        self.layer, self.weight, self.factor = layer, layer.weight, affine_of(bn)[0]
+        self.layer = layer
+        self.weight = layer.weight
+        self.factor = affine_of(bn)[0]
         quantizer = layer.weight_quantizer
         active = quantizer is not None and not quantizer.absorbed and quantizer.calibrated
         self.quantizer: Quantizer | None = quantizer if active else None
@@ -85,7 +87,9 @@ class _Folded:
 
     @torch.no_grad()
     def rescale(self) -> None:
-        layer, quantizer, factor = self.layer, self.quantizer, self.factor
+        layer = self.layer
+        quantizer = self.quantizer
+        factor = self.factor
         if layer.bias_correction is not None:
             layer.bias_correction = layer.bias_correction * factor.to(layer.bias_correction)
         if quantizer is None:
@@ -105,7 +109,8 @@ class _Folded:
         self._keep_codes(quantizer)
 
     def _set_grid(self, quantizer: Quantizer, old: QParams) -> None:
-        spec, size = quantizer.spec, len(quantizer.scale)
+        spec = quantizer.spec
+        size = len(quantizer.scale)
         factor = self.factor.repeat_interleave(size // len(self.factor)).to(old.scale.device)
         scale = old.scale * torch.where(factor == 0, 1.0, factor.abs())  # of a filter of zeros any will do
         zero_point = old.zero_point.expand(size)
@@ -115,7 +120,9 @@ class _Folded:
 
     def _keep_codes(self, quantizer: Quantizer) -> None:
         """Put weights that would be rounded to another code than before on theirs."""
-        layer, spec, grid = self.layer, quantizer.spec, quantizer.current_qparams()
+        layer = self.layer
+        spec = quantizer.spec
+        grid = quantizer.current_qparams()
         assert self.steps is not None
         want = self.steps * broadcast(self.factor.sign().to(self.steps), self.steps.dim(), layer.weight_axis)
         value = dequantize(want, QParams(grid.scale, torch.zeros_like(grid.scale)), spec).to(layer.weight)
@@ -132,6 +139,7 @@ class _Folded:
 @torch.no_grad()
 def steps_of(weight: Tensor, quantizer: Quantizer) -> Tensor:
     """The number of steps from zero to which each weight is rounded."""
-    grid, spec = quantizer.current_qparams(), quantizer.spec
+    grid = quantizer.current_qparams()
+    spec = quantizer.spec
     codes = quantize_to_int(quantizer.transform(weight.detach()), grid, spec)
     return dequantize(codes, QParams(torch.ones_like(grid.scale), grid.zero_point), spec)

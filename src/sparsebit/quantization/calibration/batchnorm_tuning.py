@@ -61,7 +61,8 @@ class _Tuned:
 
     def __init__(self, norm: _BatchNorm):
         self.norm = norm
-        self.mean, self.var = (_alone(norm.running_mean), _alone(norm.running_var))
+        self.mean = _alone(norm.running_mean)
+        self.var = _alone(norm.running_var)
         self.shift, self.float_var, self.quant_var = (torch.zeros_like(self.var) for _ in range(3))
         self.count = 0
         self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # of the float pass; two if it is called twice

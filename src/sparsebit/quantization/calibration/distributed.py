@@ -39,7 +39,8 @@ def over_ranks(quantizer: Quantizer) -> Iterator[None]:
     if world_size() == 1:
         yield
         return
-    mine, observer = _statistics(quantizer), quantizer.observer
+    mine = _statistics(quantizer)
+    observer = quantizer.observer
     parts = _gather(mine, quantizer.scale.device)
     try:
         _install(quantizer, parts[0])  # in the same order everywhere, so that the ranks agree to the last bit
@@ -61,7 +62,8 @@ def merge_means(means: Iterable[InputMean], device: torch.device) -> None:
         return
     first, *others = _gather([(m.sum, m.padded) for m in means], device)
     for i, mean in enumerate(means):
-        mean.sum, mean.padded = first[i][0], any(part[i][1] for part in (first, *others))
+        mean.sum = first[i][0]
+        mean.padded = any(part[i][1] for part in (first, *others))
         for part in others:
             mean.sum.merge(part[i][0])
 

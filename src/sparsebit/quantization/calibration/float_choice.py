@@ -25,7 +25,9 @@ from sparsebit.quantization.quantizers import Mode
 log = logging.getLogger("sparsebit")
 A_BIT = 6.0  # dB
 GOOD_ENOUGH = 20.0  # dB: outputs so close to those of the float model stay integer, and fast
-NOTE, ATTENTION_NOTE = "float_forms", "float_attention"  # in the meta of the graph, for the report
+# in the meta of the graph, for the report
+NOTE = "float_forms"
+ATTENTION_NOTE = "float_attention"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class CalibrationRunner:
 
     def __init__(self, model: fx.GraphModule, keep_inputs: bool = True, trims: bool = False):
         """`trims`: the ranges of values behind which an activation saturates end there (saturation.py)."""
-        self.model, self.trims = model, trims
+        self.model = model
+        self.trims = trims
         self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
         self.forwards = 0
@@ -260,7 +261,8 @@ class _Recorded(Sequence[Any]):
     """Batches that wait on disk; each is read when it is needed."""
 
     def __init__(self, kept: list[Any], store: Store):
-        self.kept, self.store = kept, store
+        self.kept = kept
+        self.store = store
 
     def __getitem__(self, i: Any) -> Any:
         return self.store.get(self.kept[i])

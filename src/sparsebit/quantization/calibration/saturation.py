@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.converters.float_forms import gate_behind
 from sparsebit.quantization.converters.output_grids import OutputGrids
 from sparsebit.quantization.layers import is_active
@@ -37,7 +37,7 @@ def trim_ranges(gm: fx.GraphModule) -> int:
     changed = 0
     grids = OutputGrids(gm, all_readers=True)
     for node in gm.graph.nodes:
-        conv = module_of(node, gm) if node.op == "call_module" else None
+        conv = called_module(node, gm)
         tail = _tail_behind(node, gm) if isinstance(conv, QConv2d) else None
         readers = grids.readers(node) if tail is not None else None
         if tail is None or not readers:

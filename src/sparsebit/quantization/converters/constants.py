@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of, name_of, writes_input
+from sparsebit.graph.ops import called_module, module_of, name_of, writes_input
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.base import Value
 from sparsebit.quantization.modules.embedding import QEmbedding, QEmbeddingBag
@@ -51,7 +51,7 @@ def _has_quantizers(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _class_of(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
     """The QModule of a node, or the one that would replace it."""
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return type(module) if isinstance(module, Opr) else find_qmodule(node, gm)
 
 

@@ -47,12 +47,14 @@ class FloatForm:
 
 def float_forms(gm: fx.GraphModule) -> list[FloatForm]:
     """Every place where a smooth activation behind, or in front of, a convolution can be computed in float."""
-    calls, found = module_calls(gm), []
+    calls = module_calls(gm)
+    found = []
     for node in gm.graph.nodes:
         conv = _module(node, gm)
         if not isinstance(conv, QConv2d) or calls[str(node.target)] > 1 or not _is_plain(conv):
             continue
-        behind, reads_smooth = gate_behind(node, gm), _reads_smooth(node, gm)
+        behind = gate_behind(node, gm)
+        reads_smooth = _reads_smooth(node, gm)
         quantizers = behind if is_pointwise(conv) else []
         if _is_better_in_float(conv, reads_smooth) and (behind or (is_depthwise(conv) and reads_smooth)):
             quantizers = [q for q in conv.quantizers() if is_active(q)] + behind

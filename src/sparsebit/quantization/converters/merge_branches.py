@@ -46,7 +46,8 @@ class Branch:
         shift = -norm.running_mean.double() * scale
         if norm.affine:
             weight = norm.weight.detach().double()
-            scale, shift = scale * weight, shift * weight + norm.bias.detach().double()
+            scale = scale * weight
+            shift = shift * weight + norm.bias.detach().double()
         return scale, shift
 
 
@@ -56,7 +57,8 @@ class Branch:
     keeps_output=True,
 )
 def merge_branches(gm: fx.GraphModule, ctx: Any) -> int:
-    merged, calls = 0, module_calls(gm)
+    merged = 0
+    calls = module_calls(gm)
     for node in reversed(list(gm.graph.nodes)):  # the last addition of a sum comes first
         if not _is_add(node, gm):
             continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.ops import argument, module_calls, module_of
+from sparsebit.graph.ops import argument, called_module, module_calls
 from sparsebit.quantization.layers import is_active
 from sparsebit.quantization.modules import Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.activations import QHardTanh, QReLU, QReLU6
@@ -53,7 +53,10 @@ MOVERS = (  # they keep the range of the values: an observer behind them sees wh
 )
 PICKERS = (Concat, Stack, Split)  # an observer behind them sees another range
 PADS = ("zeros", "reflect", "replicate", "circular")  # of codes; zero is a code of every grid
-CLIP, VANISHES, MOVE, PICK = "clip", "vanishes", "move", "pick"
+CLIP = "clip"
+VANISHES = "vanishes"
+MOVE = "move"
+PICK = "pick"
 MOVED_ONCE = (  # only the exporter moves a quantizer in front of these; onnxruntime does it for the others, once more
     *(
         PixelShuffle,
@@ -111,7 +114,9 @@ class OutputGrids:
 
     def __init__(self, gm: fx.GraphModule, all_readers: bool = False):
         """`all_readers`: also those in front of which no quantizer is moved, because others read the same value."""
-        self.gm, self.calls, self.all_readers = gm, module_calls(gm), all_readers
+        self.gm = gm
+        self.calls = module_calls(gm)
+        self.all_readers = all_readers
         self.known: dict[fx.Node, list[Reader] | None] = {}
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -128,7 +133,7 @@ class OutputGrids:
             users = [user for user in node.users if not self._reads_size(user)]
             if len(users) > 1:
                 return True
-            module = module_of(node, self.gm) if node.op == "call_module" else None
+            module = called_module(node, self.gm)
             sources = node.all_input_nodes
             if not self._between(node, module) or isinstance(module, (Concat, Stack)) or len(sources) != 1:
                 return False
@@ -142,7 +147,7 @@ class OutputGrids:
         """(value, reader) for every reader of the output in float, directly or behind ops that only move it."""
         found: list[tuple[fx.Node, fx.Node]] = []
         for user in node.users:
-            module = module_of(user, self.gm) if user.op == "call_module" else None
+            module = called_module(user, self.gm)
             quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
             if self._reads_size(user) or (quantizer is not None and is_active(quantizer)):
                 continue
@@ -161,12 +166,12 @@ class OutputGrids:
 
     def _reads_size(self, user: fx.Node) -> bool:
         """`x.size(0)`, `x.device`, `torch.zeros_like(x)`: the values do not matter."""
-        module = module_of(user, self.gm) if user.op == "call_module" else None
+        module = called_module(user, self.gm)
         is_property = isinstance(module, QGetAttr) and reads_property(user)
         return is_property or isinstance(module, Create) or is_number(user, self.gm)
 
     def _of_user(self, user: fx.Node) -> list[Reader] | None:
-        module = module_of(user, self.gm) if user.op == "call_module" else None
+        module = called_module(user, self.gm)
         quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
         if quantizer is not None and is_active(quantizer):
             return [Reader(quantizer, self.calls[str(user.target)])]

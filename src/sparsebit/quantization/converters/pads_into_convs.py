@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import argument, module_of
+from sparsebit.graph.ops import argument, called_module, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.modules.conv import QConv1d, QConv2d, QConv3d
 from sparsebit.quantization.modules.float_ops.pad import Pad, padded_with
@@ -22,14 +22,15 @@ CONVS = (QConv1d, QConv2d, QConv3d)
 def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in list(gm.graph.nodes):
-        conv: Any = module_of(node, gm) if node.op == "call_module" else None
+        conv: Any = called_module(node, gm)
         pad = node.args[0] if isinstance(conv, CONVS) and len(node.args) == 1 else None
         if not isinstance(pad, fx.Node) or len(pad.users) > 1 or pad.op != "call_module" or node.kwargs:
             continue
         amounts = _amounts(pad, module_of(pad, gm), len(conv.kernel_size))
         if amounts is None:
             continue
-        node.args, node.kwargs = (pad.args[0],), {"pad": amounts}
+        node.args = (pad.args[0],)
+        node.kwargs = {"pad": amounts}
         gm.graph.erase_node(pad)
         changed += 1
     return changed

@@ -75,7 +75,8 @@ def _read_scale(found: WrittenNorm, gm: fx.GraphModule) -> None:
     weight = _other(product, found.end, PRODUCTS, gm)
     if product is None or weight is None or weight.numel() != weight.shape[-1:].numel() or weight.dim() == 0:
         return
-    found.end, found.weight = product, weight.reshape(-1)
+    found.end = product
+    found.weight = weight.reshape(-1)
     total = _only_reader(product)
     bias = _other(total, product, ("add",), gm)
     if (
@@ -84,7 +85,8 @@ def _read_scale(found: WrittenNorm, gm: fx.GraphModule) -> None:
         and bias.dim()
         and bias.numel() == bias.shape[-1] == found.weight.numel()
     ):
-        found.end, found.bias = total, bias.reshape(-1)
+        found.end = total
+        found.bias = bias.reshape(-1)
 
 
 def _put(found: WrittenNorm, gm: fx.GraphModule) -> None:

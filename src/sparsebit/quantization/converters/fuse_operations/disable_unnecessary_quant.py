@@ -92,7 +92,8 @@ def wants_integer_output(conv: Any, behind: Quantizer) -> bool:
     """Is `conv` an integer convolution in onnxruntime if its output is quantized, at a price worth paying?"""
     if behind.backend is not Backend.ONNXRUNTIME or not isinstance(conv, INTEGER_CONVS):
         return False
-    weight, inputs = conv.weight_quantizer, conv.input_specs()
+    weight = conv.weight_quantizer
+    inputs = conv.input_specs()
     if weight is None or weight.absorbed or not inputs:
         return False
     return behind.bit == 8 and not why_float("Conv", weight.spec, inputs, output=True)

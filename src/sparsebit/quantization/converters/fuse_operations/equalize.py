@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_calls, module_of
+from sparsebit.graph.ops import called_module, inputs_of, module_calls
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
@@ -40,7 +40,9 @@ class Equalization:
     """The chain that one depthwise convolution belongs to; its quantizer observes per channel, then folds."""
 
     def __init__(self, conv: QConv2d, act: Any, depthwise: QConv2d):
-        self.conv, self.act, self.depthwise = conv, act, depthwise
+        self.conv = conv
+        self.act = act
+        self.depthwise = depthwise
 
     @property
     def quantizer(self) -> Quantizer:
@@ -70,7 +72,8 @@ class Equalization:
         if isinstance(self.act, QReLU6):
             self.act.cap /= factor.view(-1, 1, 1)
         quantizer.qdesc.is_perchannel = False
-        quantizer.observer.min_val, quantizer.observer.max_val = top.new_zeros(1), top.max().reshape(1)
+        quantizer.observer.min_val = top.new_zeros(1)
+        quantizer.observer.max_val = top.max().reshape(1)
         quantizer.calc_qparams_with_minmax(quantizer.observer.min_val, quantizer.observer.max_val)
         return factor
 
@@ -127,7 +130,8 @@ def equalize_sums(gm: fx.GraphModule, ctx: Any = None) -> int:
     and the convolutions that read them multiply by it. r is the square root of the range: half of the
     differences goes into weights that share one scale over their inputs.
     """
-    calls, done = module_calls(gm), 0
+    calls = module_calls(gm)
+    done = 0
     for stream in _streams(gm, calls):
         readers = _readers(stream, gm, calls)
         if not readers:
@@ -147,7 +151,7 @@ def equalize_sums(gm: fx.GraphModule, ctx: Any = None) -> int:
 def _streams(gm: fx.GraphModule, calls: Any) -> list[Stream]:
     of: dict[fx.Node, Stream] = {}
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         inputs = inputs_of(node)
         if isinstance(module, QBatchNorm2d):
             if calls[str(node.target)] == 1 and _can_scale(module, inputs[0], gm):
@@ -175,7 +179,7 @@ def _hands_on(node: fx.Node, inputs: list[fx.Node], of: dict[fx.Node, Stream]) -
 
 def _can_scale(norm: QBatchNorm2d, source: fx.Node, gm: fx.GraphModule) -> bool:
     """It has separate factors, and the weight that it is folded into has a scale per channel."""
-    conv = module_of(source, gm) if source.op == "call_module" else None
+    conv = called_module(source, gm)
     quantizer = getattr(conv, "weight_quantizer", None)
     return norm.affine and (quantizer is None or quantizer.absorbed or quantizer.is_perchannel)
 
@@ -189,7 +193,7 @@ def _readers(
         for user in value.users:
             if user in stream.values:
                 continue
-            conv = module_of(user, gm) if user.op == "call_module" else None
+            conv = called_module(user, gm)
             if not isinstance(conv, QConv2d) or calls[str(user.target)] > 1 or not _wants_balance(conv):
                 return None
             found.append((conv, statistics))
@@ -198,7 +202,8 @@ def _readers(
 
 def _wants_balance(conv: QConv2d) -> bool:
     """One scale for all input channels, and weights that can take the differences."""
-    a, w = conv.input_quantizer, conv.weight_quantizer
+    a = conv.input_quantizer
+    w = conv.weight_quantizer
     free = a is not None and not a.absorbed and not a.is_perchannel
     return free and conv.groups == 1 and w is not None and (w.absorbed or w.is_perchannel)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import CLIPS, SMOOTH
@@ -48,7 +48,8 @@ LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # the layer that each BatchN
 )
 def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
     def fold(m: Match) -> fx.Node | None:
-        conv, bn = m.module("conv"), m.module("bn")
+        conv = m.module("conv")
+        bn = m.module("bn")
         norms = _always_together(m["conv"], m["bn"], gm)
         if norms is None:
             return m.decline("the layer or the BatchNorm is also called without the other")
@@ -92,7 +93,7 @@ def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:
     known = node.meta.get("tensor_meta", node.meta.get("val"))
     if known is not None and hasattr(known, "shape"):
         return len(known.shape)
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if isinstance(module, Flatten):
         return 2 if _flattened(node, module) == (1, -1) else None
     if isinstance(module, Reshape):

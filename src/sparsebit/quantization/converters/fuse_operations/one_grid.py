@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.ops import inputs_of, module_of
+from sparsebit.graph.ops import called_module, inputs_of, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.quantization.common import Backend
@@ -109,7 +109,7 @@ def _is_for_onnxruntime(readers: Iterable[Reader]) -> bool:
 
 
 def _is_quantizer(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return isinstance(module, QIdentity) and is_active(module.input_quantizer)
 
 

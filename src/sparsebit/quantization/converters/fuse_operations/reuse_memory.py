@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_calls, module_of, writes_input
+from sparsebit.graph.ops import called_module, inputs_of, module_calls, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
@@ -37,7 +37,7 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
     makers: dict[fx.Node, list[nn.Module]] = {}  # value with separate memory -> the modules that wrote it
     changed = 0
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if module is None or calls[str(node.target)] > 1 or writes_input(node, gm):
             continue  # a permission belongs to one call
         source = node.args[0] if node.args else None

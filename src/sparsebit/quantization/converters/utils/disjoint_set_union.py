@@ -20,7 +20,9 @@ class DSU:
             raise GraphError(
                 f"DSU: `value` needs {nums} entries (got {len(value)}) and `cmp` to compare them"
             )
-        self.n, self.value, self.cmp = nums, value, cmp
+        self.n = nums
+        self.value = value
+        self.cmp = cmp
         self.parents = list(range(nums))
 
     def find(self, x: int) -> int:

@@ -81,7 +81,8 @@ class SubgraphMatcher:
 
     def _search_order(self) -> list[str]:
         """The last node first, then always one that touches an earlier one."""
-        order, missing = [self.matching_nodes[-1].name], [n.name for n in self.matching_nodes[:-1]]
+        order = [self.matching_nodes[-1].name]
+        missing = [n.name for n in self.matching_nodes[:-1]]
         while missing:
             near = [name for name in missing if any(self._touch(name, other) for other in order)]
             if not near:
