@@ -21,7 +21,9 @@ def call_of(batch: Any, signature: inspect.Signature, device: torch.device | Non
 
 def as_batches(batches: Any) -> list[Any]:
     """All batches, also of a loader that runs only once; a tensor or a mapping is one batch."""
-    return [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    return list(batches)
 
 
 def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
@@ -30,12 +32,11 @@ def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | 
 
 def target_shapes(batches: list[Any], signature: inspect.Signature) -> list[tuple[int, ...]]:
     """The shapes of the labels in batches such as (x, y), without the axis of the batch, each once."""
-    found = [
-        tuple(target.shape[1:])
-        for batch in batches
-        for target in targets_of(batch, signature)
-        if target.dim() and not target.is_floating_point()
-    ]
+    found = []
+    for batch in batches:
+        for target in targets_of(batch, signature):
+            if target.dim() and not target.is_floating_point():
+                found.append(tuple(target.shape[1:]))
     return list(dict.fromkeys(found))
 
 

@@ -53,7 +53,9 @@ class OutputCheck:
     floor: float = 0.0  # the model's own, its input moved
 
     def allowed(self, rounding: float) -> float:
-        return max(rounding, self.floor) if math.isfinite(self.floor) else rounding
+        if math.isfinite(self.floor):
+            return max(rounding, self.floor)
+        return rounding
 
 
 @dataclass
@@ -61,9 +63,8 @@ class PlainCertificate(Comparison):
     """The comparisons of an ordinary model with its file, and their result."""
 
     outputs: dict[str, OutputCheck] = field(default_factory=dict)
-    quiet: dict[str, OutputCheck] = field(
-        default_factory=dict
-    )  # parts that the rest of an output would drown
+    # parts that the rest of an output would drown
+    quiet: dict[str, OutputCheck] = field(default_factory=dict)
     start: str = ""  # of a file that differs: the first value that does
 
     def add(
@@ -95,33 +96,37 @@ class PlainCertificate(Comparison):
         return worst
 
     def failures(self) -> list[str]:
-        wrong = [
-            f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
-            for name, check in {**self.outputs, **self.quiet}.items()
-            if check.error > (allowed := check.allowed(self.rounding))
-        ]
+        wrong = []
+        for name, check in {**self.outputs, **self.quiet}.items():
+            if check.error > (allowed := check.allowed(self.rounding)):
+                wrong.append(
+                    f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
+                )
         return [self.start, *wrong] if wrong and self.start else wrong
 
     def remarks(self) -> list[str]:
-        return [
-            f"the output {name} moves by {check.floor:.2g} of its largest value when the input moves by 1e-5: "
-            f"the file cannot be held to less than that"
-            for name, check in self.outputs.items()
-            if check.floor > LOUD
-        ]
+        found: list[str] = []
+        for name, check in self.outputs.items():
+            if check.floor > LOUD:
+                found.append(
+                    f"the output {name} moves by {check.floor:.2g} of its largest value when the input moves by 1e-5: "
+                    f"the file cannot be held to less than that"
+                )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
-        found = {
-            name: {"error": check.error, "allowed": check.allowed(self.rounding)}
-            for name, check in self.outputs.items()
-        }
+        found = {}
+        for name, check in self.outputs.items():
+            found[name] = {"error": check.error, "allowed": check.allowed(self.rounding)}
         return {"outputs": found, **super().as_dict()}
 
     def rows(self) -> Rows:
-        return [
-            ("output", f"{name}: within {check.error:.1e}, {check.allowed(self.rounding):.1e} is allowed")
-            for name, check in list(self.outputs.items())[:8]
-        ]
+        found = []
+        for name, check in list(self.outputs.items())[:8]:
+            found.append(
+                ("output", f"{name}: within {check.error:.1e}, {check.allowed(self.rounding):.1e} is allowed")
+            )
+        return found
 
 
 def export_module(
@@ -199,7 +204,9 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
     proto = files.read(path, lambda path: onnx.load(str(path), load_external_data=False))
     told = {prop.key for prop in proto.metadata_props}
     if "sparsebit.certificate" not in told or "sparsebit.lowered" in told:
-        what = "holds a quantized model" if "sparsebit.lowered" in told else "was not written by Sparsebit"
+        what = "was not written by Sparsebit"
+        if "sparsebit.lowered" in told:
+            what = "holds a quantized model"
         raise ExportError(
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )

@@ -33,12 +33,8 @@ class Problem:
         return f"{self.name}: {self.reason}\n  fix: {self.fix}"
 
 
-WEIGHTED = (
-    "*Conv[123]d*",
-    "Conv1D",
-    "ConvFunction",
-    "*Linear*",
-)  # layers as the pre-flight report names them
+# layers as the pre-flight report names them
+WEIGHTED = ("*Conv[123]d*", "Conv1D", "ConvFunction", "*Linear*")
 
 
 class Backend:
@@ -90,7 +86,9 @@ class Backend:
             and not all(s.symmetric for s in specs)
         ):
             return "zero points must be 0"
-        return f"{narrowest}-bit values are stored, then computed in float" if narrowest < 8 else ""
+        if narrowest < 8:
+            return f"{narrowest}-bit values are stored, then computed in float"
+        return ""
 
     def opset(self, marks: Marks, asked: int) -> tuple[int, str]:
         """The opset to write, and why: the lowest that holds the types, never lower than asked."""
@@ -102,7 +100,9 @@ class Backend:
                 "; onnxruntime has fewer integer kernels from opset 22 on" if fewer else ""
             )
         first = next(m for m in marks.values() if since(m) == needed)
-        what = str(container(first)) if SINCE[container_bits(first)] == needed else "scales per group"
+        what = "scales per group"
+        if SINCE[container_bits(first)] == needed:
+            what = str(container(first))
         return needed, f"{asked} was asked; {needed} is the first with {what}"
 
     def lower(self, model: ir.Model, marks: Marks) -> Any:

@@ -73,7 +73,10 @@ class OutputNoise:
         self.noise += float((apart**2).sum())
         self.largest = max(self.largest, float(apart.max(initial=0)))
         self.holds_labels = is_whole(expected)
-        self.axis = None if self.holds_labels else class_axis(expected.shape, targets)
+        if self.holds_labels:
+            self.axis = None
+        else:
+            self.axis = class_axis(expected.shape, targets)
         if self.holds_labels:
             self.labels += apart.size
             self.labels_differ += int((apart > 0).sum())

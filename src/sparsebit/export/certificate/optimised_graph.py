@@ -37,16 +37,21 @@ def first_wrong_tensor(file: Path, calls: list[Call]) -> str:
     import onnx
 
     model = optimised(file)
-    known = {
-        name for node in onnx.load(str(file), load_external_data=False).graph.node for name in node.output
-    }
-    shared = [name for node in model.graph.node for name in node.output if name in known]
+    known = set()
+    for node in onnx.load(str(file), load_external_data=False).graph.node:
+        for name in node.output:
+            known.add(name)
+    shared = []
+    for node in model.graph.node:
+        for name in node.output:
+            if name in known:
+                shared.append(name)
     with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
         copy = Path(folder) / "optimised.onnx"
         onnx.save(model, str(copy))
-        runs = [
-            (runtime.run_bare(file, shared, *call), runtime.run_bare(copy, shared, *call)) for call in calls
-        ]
+        runs = []
+        for call in calls:
+            runs.append((runtime.run_bare(file, shared, *call), runtime.run_bare(copy, shared, *call)))
     for audible in AUDIBLE:
         for expected, got in runs:
             found = _first_jump(model, expected, got, audible)
@@ -79,7 +84,10 @@ def _computed_by(node: Any, model: Any, compared: dict[str, Array]) -> Any:
     """
     from sparsebit.export.onnx.rewrites import MOVERS
 
-    made_by = {name: other for other in model.graph.node for name in other.output}
+    made_by = {}
+    for other in model.graph.node:
+        for name in other.output:
+            made_by[name] = other
     known = next((n for n in _in_front(node, made_by, compared) if _fails_its_probe(n.op_type)), None)
     if known is not None:
         return known
@@ -116,7 +124,9 @@ def _noise_db(expected: Array, got: Array) -> float:
         signal = float(np.nansum((a - np.nanmean(a)) ** 2))
     if not noise:
         return float("-inf")
-    return float(10 * np.log10(noise / signal)) if signal else float("inf")
+    if signal:
+        return float(10 * np.log10(noise / signal))
+    return float("inf")
 
 
 def _mend(kernel: str) -> str:

@@ -72,5 +72,7 @@ def _on_axis(x: Array, axis: int) -> tuple[float, list[Part]]:
     ratios = sizes[places[1:]] / sizes[places[:-1]]
     cuts = np.flatnonzero(ratios >= GAP) + 1
     groups = np.split(places, cuts)[:-1]
-    parts = [Part(axis, tuple(sorted(int(i) for i in group)), x.shape[axis]) for group in groups]
+    parts = []
+    for group in groups:
+        parts.append(Part(axis, tuple(sorted(int(i) for i in group)), x.shape[axis]))
     return float(ratios.max(initial=1.0)), parts

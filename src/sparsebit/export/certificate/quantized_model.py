@@ -40,9 +40,8 @@ ON_GRID = 1e-3  # of a step: values that a quantizer gives lie on its grid
 MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
 ABOVE_FLOOR = 6.0  # dB
 BELOW_QUANTIZATION = 6.0  # dB: errors that add up to 1 dB
-QUIET = (
-    -40.0
-)  # dB of what changes with the input: what MatMulNBits adds, which rounds activations to 8 bits, is below it
+# dB of what changes with the input: what MatMulNBits adds, which rounds activations to 8 bits, is below it
+QUIET = -40.0
 LOUD = -10.0  # dB: a limit above this lets much pass
 
 
@@ -176,12 +175,15 @@ class Certificate(Comparison):
 
     def remarks(self) -> list[str]:
         loud = {name: self.allowed(name)[0] for name in self.runtime.outputs}
-        return [
-            f"the output {name} moves by {self.floor_of(name).noise_db:.0f} dB when the input moves by 1e-5, so the "
-            f"comparison of outputs says little ({noise:.0f} dB are allowed); the quantizers were compared one by one"
-            for name, noise in loud.items()
-            if noise > LOUD and not self._holds_labels(name)
-        ]
+        found: list[str] = []
+        for name, noise in loud.items():
+            if noise > LOUD and not self._holds_labels(name):
+                moves = self.floor_of(name).noise_db
+                found.append(
+                    f"the output {name} moves by {moves:.0f} dB when the input moves by 1e-5, so the comparison of "
+                    f"outputs says little ({noise:.0f} dB are allowed); the quantizers were compared one by one"
+                )
+        return found
 
     def failures(self) -> list[str]:
         outputs = self.output_failures()

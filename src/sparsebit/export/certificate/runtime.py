@@ -134,4 +134,7 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
 def torch_outputs(value: Any) -> list[Array]:
     """The tensors of an answer; numbers with a fraction as float32."""
     found = [as_array(t) for t in pytree.tree_leaves(value) if torch.is_tensor(t)]
-    return [x if x.dtype.kind in "iub" else x.astype(np.float32) for x in found]
+    result: list[Array] = []
+    for x in found:
+        result.append(x if x.dtype.kind in "iub" else x.astype(np.float32))
+    return result

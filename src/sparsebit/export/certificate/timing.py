@@ -25,9 +25,8 @@ RUNS = 3  # of a file in its turn
 PROFILED = 5  # runs, of which the best one of each op counts
 BORDERS = ("QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput", "Cast")
 SHOWN = 5  # ops that a report names
-SUFFIX = re.compile(
-    r"(_token_\d+|_nchwc|_quant|_fused)+$"
-)  # what the optimiser appends to the name of a node
+# what the optimiser appends to the name of a node
+SUFFIX = re.compile(r"(_token_\d+|_nchwc|_quant|_fused)+$")
 
 
 def best_times(files: Mapping[str, Path], given: Mapping[str, dict[str, Array]]) -> dict[str, float]:
@@ -204,14 +203,16 @@ def _modules(graph: Any) -> dict[str, str]:
     """The layer of the model that each node comes from, as the exporter has recorded it."""
     from sparsebit.export.onnx.graph_edit import MODULE
 
-    return {
-        node.name: entry.value
-        for node in graph.node
-        for entry in node.metadata_props
-        if entry.key == MODULE and entry.value
-    }
+    found: dict[str, str] = {}
+    for node in graph.node:
+        for entry in node.metadata_props:
+            if entry.key == MODULE and entry.value:
+                found[node.name] = entry.value
+    return found
 
 
 def _share(values: list[Any], counts: list[bool]) -> float:
     total = sum(values)
-    return sum(value for value, counted in zip(values, counts) if counted) / total if total else 0.0
+    if total:
+        return sum(value for value, counted in zip(values, counts) if counted) / total
+    return 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sparsebit.export.kernels.why_float import FUSED_BEHIND, reason_of
-from sparsebit.export.onnx.graph_edit import array_of, constant, insert, readers
+from sparsebit.export.onnx.graph_edit import array_of, attribute_of, constant, insert, readers
 from sparsebit.export.onnx.lowered import BIAS_OF, Bias, Lowered
 from sparsebit.export.onnx.marks import Mark, Marks
 from sparsebit.export.onnx.types import container_bits
@@ -30,9 +30,10 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
     calls: dict[str, list[tuple[Place, Array | None, Array]]] = {}
     for node in model.graph:
         place = _bias_of(node)
+        bias = None
         if place is not None:
             _fold_sum(place)
-        bias = array_of(place.node.inputs[place.idx]) if place is not None else None
+            bias = array_of(place.node.inputs[place.idx])
         if place is None or bias is None:
             continue
         x, w = owner.get(node.inputs[0].name or ""), owner.get(_weight_of(node))  # type: ignore[union-attr]
@@ -117,7 +118,7 @@ def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
     step: Array = (
         x.qparams.scale.detach().cpu().float().numpy() * w.qparams.scale.detach().cpu().float().numpy()
     )
-    groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    groups = attribute_of(node, "group", 1)
     if step.size == 1:
         return step.reshape(())
     if step.size * groups == bias.size:  # a grouped transposed convolution: the groups share their scales

@@ -21,7 +21,10 @@ def shuffles_as_gathers(model: ir.Model) -> int:
     """Slices with steps and shuffles, both along the channels of images, become a Gather."""
     changed = 0
     for node in list(model.graph):
-        order = _order_of_slice(node) if node.op_type == "Slice" else _order_of_shuffle(node)
+        if node.op_type == "Slice":
+            order = _order_of_slice(node)
+        else:
+            order = _order_of_shuffle(node)
         if order is not None:
             _gather(node, order)
             changed += 1
@@ -45,7 +48,10 @@ def _order_of_slice(node: ir.Node) -> list[int] | None:
 def _order_of_shuffle(last: ir.Node) -> list[int] | None:
     """Reshape, Transpose, Reshape that only put the channels in another order; `last` is the second Reshape."""
     turn = _before(last, "Reshape", "Transpose")
-    first = None if turn is None else _before(turn, "Transpose", "Reshape")
+    if turn is None:
+        first = None
+    else:
+        first = _before(turn, "Transpose", "Reshape")
     if turn is None or first is None:
         return None
     x, inner, out = (_sizes(value) for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
@@ -76,7 +82,9 @@ def _sizes(value: ir.Value | None) -> list[Any] | None:
     """Numbers and names of sizes; None if a size is neither."""
     if value is None or value.shape is None:
         return None
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+    sizes = []
+    for size in value.shape:
+        sizes.append(size if isinstance(size, int) else size.value)
     return None if None in sizes else sizes
 
 

@@ -40,7 +40,9 @@ def _bounds(node: ir.Node) -> list[Clip] | None:
         return None
     if node.op_type == "Relu":
         return [(0.0, None)]
-    limits = [None if v is None else array_of(v) for v in node.inputs[1:]]
+    limits = []
+    for v in node.inputs[1:]:
+        limits.append(None if v is None else array_of(v))
     if any(v is not None and limit is None for v, limit in zip(node.inputs[1:], limits)) or not limits:
         return None  # not a constant
     if node.op_type == "Clip":
@@ -49,7 +51,10 @@ def _bounds(node: ir.Node) -> list[Clip] | None:
     if len(limits) != 1 or limits[0] is None or array_of(node.inputs[0]) is not None:
         return None
     values = [float(v) for v in limits[0].flatten()]
-    return [(None, v) if node.op_type == "Min" else (v, None) for v in values]
+    found: list[Clip] | None = []
+    for v in values:
+        found.append((None, v) if node.op_type == "Min" else (v, None))
+    return found
 
 
 def _takes(user: ir.Node, bounds: list[Clip], marks: Marks, in_codes: bool) -> bool:

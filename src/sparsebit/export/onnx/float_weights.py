@@ -22,7 +22,9 @@ def store_as_float(model: ir.Model, marks: Marks) -> int:
         return 0
     changed = 0
     for node in list(model.graph):
-        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        codes = None
+        if node.op_type == "DequantizeLinear":
+            codes = node.inputs[0]
         is_weight = node.metadata_props.get(KIND) == "weight" and "block_size" not in node.attributes
         if codes is None or not is_weight or codes.dtype not in BYTES:
             continue

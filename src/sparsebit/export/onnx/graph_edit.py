@@ -14,6 +14,14 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the modules aro
 MODULE = "sparsebit.module"  # in a finished file: the innermost of them
 
 
+def attribute_of(node: ir.Node, name: str, default: Any) -> Any:
+    """The value of an attribute, or `default` if the node does not have it."""
+    found = node.attributes.get(name)
+    if found is None:
+        return default
+    return found.value
+
+
 def is_mark(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == OP and node.domain == DOMAIN
 
@@ -29,7 +37,9 @@ def name_of(node: ir.Node) -> str:
 
 def call_of(node: ir.Node) -> int:
     """Which of the calls of its quantizer a mark is."""
-    return int(node.attributes[CALL].value) if CALL in node.attributes else 0
+    if CALL in node.attributes:
+        return int(node.attributes[CALL].value)
+    return 0
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
@@ -44,7 +54,10 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """The numbers of a constant value, or None."""
-    found = None if value is None else ir.convenience.get_const_tensor(value)
+    if value is None:
+        found = None
+    else:
+        found = ir.convenience.get_const_tensor(value)
     return None if found is None else found.numpy()
 
 

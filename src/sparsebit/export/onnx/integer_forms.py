@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sparsebit.export.onnx.graph_edit import array_of, constant, insert, made_by, readers, replace
+from sparsebit.export.onnx.graph_edit import (
+    array_of,
+    attribute_of,
+    constant,
+    insert,
+    made_by,
+    readers,
+    replace,
+)
 from sparsebit.export.onnx.lowered import Lowered
 
 LARGEST_POOL = 9  # places: smaller pools stay integer
@@ -32,7 +40,9 @@ def pools_as_convs(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type == "AveragePool" and _is_between_codes(node) and _has_one_divisor(node):
             x = node.inputs[0]
-            channels = x.shape[1] if x is not None and x.shape is not None and len(x.shape) > 2 else None
+            channels = None
+            if x is not None and x.shape is not None and len(x.shape) > 2:
+                channels = x.shape[1]
             if isinstance(channels, int):
                 _pool_as_conv(node, channels)
                 changed += 1
@@ -41,12 +51,12 @@ def pools_as_convs(model: ir.Model) -> int:
 
 def _has_one_divisor(node: ir.Node) -> bool:
     def ints(key: str, default: list[int]) -> list[int]:
-        return list(node.attributes[key].as_ints()) if key in node.attributes else default
+        return list(attribute_of(node, key, default))
 
     def number(key: str) -> int:
-        return node.attributes[key].as_int() if key in node.attributes else 0
+        return int(attribute_of(node, key, 0))
 
-    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    auto = attribute_of(node, "auto_pad", "NOTSET")
     is_padded = any(ints("pads", [0]))
     return (
         auto == "NOTSET" and not number("ceil_mode") and (not is_padded or bool(number("count_include_pad")))
@@ -101,10 +111,13 @@ def _is_pointwise(node: ir.Node) -> bool:
     def only(key: str, value: int) -> bool:
         return key not in node.attributes or set(node.attributes[key].as_ints()) == {value}
 
-    groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
-    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    groups = attribute_of(node, "group", 1)
+    auto = attribute_of(node, "auto_pad", "NOTSET")
     weight = node.inputs[1]
-    shape = None if weight is None or weight.shape is None else weight.shape.numpy()
+    if weight is None or weight.shape is None:
+        shape = None
+    else:
+        shape = weight.shape.numpy()
     plain = only("pads", 0) and only("strides", 1) and groups == 1 and auto in ("NOTSET", "VALID")
     return plain and shape is not None and shape[2:] == (1, 1)
 
@@ -137,7 +150,10 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
         if site.after == stored.outputs[0].name:
             site.transposed = True
     last = insert(node, "Transpose", [x], f"{name}/last", {"perm": TO_LAST})
-    last.shape = None if x.shape is None else ir.Shape([x.shape[i] for i in TO_LAST])
+    if x.shape is None:
+        last.shape = None
+    else:
+        last.shape = ir.Shape([x.shape[i] for i in TO_LAST])
     places = constant(graph, f"{name}/places", np.asarray([-1, codes.shape[1]], np.int64))
     rows = insert(node, "Reshape", [last, places], f"{name}/rows")
     rows.shape = None
@@ -153,7 +169,10 @@ def _shape_of_images(node: ir.Node, last: ir.Value, channels: int, name: str) ->
     """(batch, height, width, channels): a constant where at most the batch is free."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    sizes = [None] if last.shape is None else [last.shape[1], last.shape[2]]
+    if last.shape is None:
+        sizes = [None]
+    else:
+        sizes = [last.shape[1], last.shape[2]]
     if all(isinstance(size, int) for size in sizes):
         return constant(graph, f"{name}/shape", np.asarray([-1, *sizes, channels], np.int64))
     shape = insert(node, "Shape", [last], f"{name}/sizes", {"start": 0, "end": 3})
@@ -174,7 +193,9 @@ def large_pools_in_blocks(model: ir.Model) -> int:
         x = node.inputs[0]
         made = made_by(node.inputs[0])
         window = node.attributes["kernel_shape"].as_ints()
-        channels = x.shape[1] if x is not None and x.shape is not None and len(x.shape) == 4 else None
+        channels = None
+        if x is not None and x.shape is not None and len(x.shape) == 4:
+            channels = x.shape[1]
         reads_codes = made is not None and made.op_type == "DequantizeLinear"
         if (
             reads_codes
@@ -209,8 +230,8 @@ def _as_scale(node: ir.Node, lowered: Lowered) -> int:
     zero = array_of(written.inputs[2])
     if scale is None or step is None or zero is None or scale.size > 1 or step.size > 1 or zero.any():
         return 0
-    slope = node.attributes["alpha"].as_float() if "alpha" in node.attributes else 0.2
-    shift = node.attributes["beta"].as_float() if "beta" in node.attributes else 0.5
+    slope = attribute_of(node, "alpha", 0.2)
+    shift = attribute_of(node, "beta", 0.5)
     steps = shift / float(step)
     top = np.iinfo(zero.dtype).max
     if zero.dtype != np.uint8 or steps != round(steps) or not 0 <= steps <= top or top * float(step) > 1:

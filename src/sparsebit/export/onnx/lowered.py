@@ -25,10 +25,8 @@ class Site:
     after: str
     before: str = ""  # a weight has none
     hoisted: bool = False  # the values before it are on the grid already: a copy of it stands further up
-    clip: Clip = (
-        None,
-        None,
-    )  # an activation that only clips, taken in: the values before it are not clipped yet
+    # an activation that only clips, taken in: the values before it are not clipped yet
+    clip: Clip = (None, None)
     transposed: bool = False  # a weight that is stored as (inputs, outputs)
     shift: float = 0.0  # what the zero point adds: the values before it lack this summand
     factor: float = 1.0  # the values after it are read on a grid with this times the scale

@@ -38,7 +38,12 @@ class Mark:
     @property
     def scheme(self) -> str:
         """The scheme in the words of the config."""
-        per = "group" if self.spec.group is not None else "channel" if self.spec.per_channel else "tensor"
+        if self.spec.group is not None:
+            per = "group"
+        elif self.spec.per_channel:
+            per = "channel"
+        else:
+            per = "tensor"
         return self.stored_as or f"per-{per}-{'symmetric' if self.spec.symmetric else 'affine'}"
 
     def unsigned(self) -> Mark:

@@ -26,7 +26,10 @@ def packed_products(model: ir.Model, marks: Marks) -> int:
         if users and all(_is_product(user) for user in users):
             node.metadata_props[TRANSPOSED] = "1"
             weight = node.outputs[0]
-            weight.shape = None if weight.shape is None else ir.Shape(list(weight.shape)[::-1])
+            if weight.shape is None:
+                weight.shape = None
+            else:
+                weight.shape = ir.Shape(list(weight.shape)[::-1])
             for user in users:
                 replace(user, weight if user.op_type == "Transpose" else _as_matmul(user))
             changed += 1

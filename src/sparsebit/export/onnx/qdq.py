@@ -73,7 +73,10 @@ def grid(
     scale, zero = (t.numpy() for t in _on_cpu(mark))
     axis = channel_axis(ndim, mark.spec.axis) if scale.size > 1 else None
     shape: tuple[int, ...] = () if axis is None else (-1,)  # runtimes want a scalar, not a vector of one
-    attributes = {} if axis is None else {"axis": 1 - axis if transposed else axis}
+    if axis is None:
+        attributes = {}
+    else:
+        attributes = {"axis": 1 - axis if transposed else axis}
     if mark.spec.group is not None and mark.weight is not None:
         shape = (len(mark.weight), -1)
         attributes = {"axis": 0 if transposed else 1, "block_size": mark.spec.group}
@@ -153,9 +156,9 @@ def _clip_codes(node: ir.Node, codes: ir.Value, mark: Mark, stem: str) -> ir.Val
         return codes
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    bounds = [
-        constant(graph, f"{stem}/{k}", np.asarray(v, kind)) for k, v in (("lowest", bottom), ("highest", top))
-    ]
+    bounds = []
+    for k, v in (("lowest", bottom), ("highest", top)):
+        bounds.append(constant(graph, f"{stem}/{k}", np.asarray(v, kind)))
     return insert(node, "Clip", [codes, *bounds], f"{stem}/Clip")
 
 

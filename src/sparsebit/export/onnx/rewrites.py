@@ -10,6 +10,7 @@ from onnx_ir.passes.common import TopologicalSortPass
 
 from sparsebit.export.onnx.graph_edit import (
     array_of,
+    attribute_of,
     insert,
     is_mark,
     made_by,
@@ -78,12 +79,14 @@ def mean_to_pool(model: ir.Model) -> int:
     changed = 0
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "ReduceMean" else None
-        axes = array_of(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
+        axes = None
+        if x is not None and len(node.inputs) > 1:
+            axes = array_of(node.inputs[1])
         if x is None or axes is None or x.shape is None or len(x.shape) != 4:
             continue
         if sorted(int(a) % 4 for a in axes.flatten()) != [2, 3]:
             continue
-        keep = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
+        keep = attribute_of(node, "keepdims", 1)
         pooled = insert(node, "GlobalAveragePool", [x], f"{node.name}/pool")
         pooled.shape = ir.Shape([*x.shape[:2], 1, 1])
         if not keep:
@@ -100,11 +103,16 @@ def fold_pads(model: ir.Model) -> int:
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "Conv" else None
         pad = x.producer() if x is not None else None
-        amounts = _zeros_around(pad) if pad is not None and pad.op_type == "Pad" else None
-        auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+        amounts = None
+        if pad is not None and pad.op_type == "Pad":
+            amounts = _zeros_around(pad)
+        auto = attribute_of(node, "auto_pad", "NOTSET")
         if pad is None or amounts is None or auto != "NOTSET":
             continue
-        old = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else [0] * len(amounts)
+        if "pads" in node.attributes:
+            old = list(node.attributes["pads"].as_ints())
+        else:
+            old = [0] * len(amounts)
         node.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(old, amounts)])
         node.replace_input_with(0, pad.inputs[0])
         changed += 1
@@ -177,7 +185,10 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
     ):
         return 0  # Split: another grid, or none, is behind the other pieces
     added = 0
-    inputs = mover.inputs if mover.op_type == "Concat" else mover.inputs[:1]
+    if mover.op_type == "Concat":
+        inputs = mover.inputs
+    else:
+        inputs = mover.inputs[:1]
     for i, x in enumerate(inputs):
         if x is None or array_of(x) is not None or is_mark(x.producer()):
             continue
@@ -208,7 +219,7 @@ def _is_float_conv(value: ir.Value | None) -> bool:
 
 def _is_mover(node: ir.Node) -> bool:
     if node.op_type == "Resize":
-        return "mode" in node.attributes and node.attributes["mode"].as_string() == "nearest"
+        return bool(attribute_of(node, "mode", "") == "nearest")
     if node.op_type == "Pad":
         return _pads_on_grid(node)
     return node.op_type in MOVERS and not node.domain
@@ -223,7 +234,7 @@ def _pads_on_grid(pad: ir.Node) -> bool:
 
 
 def _mode(pad: ir.Node) -> str:
-    return pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
+    return str(attribute_of(pad, "mode", "constant"))
 
 
 def _only_same(value: ir.Value | None, node: ir.Node, marks: Marks) -> bool:
@@ -251,7 +262,9 @@ def shapes_of_codes(model: ir.Model) -> int:
     changed = 0
     for node in list(model.graph):
         value = node.inputs[0] if node.op_type == "Shape" else None
-        quantize = [user for user in readers(value) if user.op_type == "QuantizeLinear"] if value else []
+        quantize = []
+        if value:
+            quantize = [user for user in readers(value) if user.op_type == "QuantizeLinear"]
         if quantize:
             node.replace_input_with(0, quantize[0].outputs[0])
             changed += 1
@@ -289,13 +302,18 @@ def _around(pad: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
         before is not None and before.op_type == "DequantizeLinear" and "axis" not in before.attributes
     )
     is_alone = [user.op_type for user in users] == ["QuantizeLinear"] and not pad.outputs[0].is_graph_output()
-    return (before, users[0]) if is_between and is_alone else (None, None)
+    if is_between and is_alone:
+        return (before, users[0])
+    return (None, None)
 
 
 def _numbers(node: ir.Node) -> list[Any]:
     """Scale and zero point of a node of QDQ."""
     found = [array_of(value) for value in node.inputs[1:3]]
-    return [None if a is None else (a.dtype, a.tolist()) for a in found]
+    result: list[Any] = []
+    for a in found:
+        result.append(None if a is None else (a.dtype, a.tolist()))
+    return result
 
 
 def keep_apart(model: ir.Model) -> int:
@@ -333,7 +351,9 @@ def keep_apart(model: ir.Model) -> int:
 
 def _is_float_pool(node: ir.Node) -> bool:
     """Does the quantizer read a MaxPool behind a float convolution?"""
-    pool = node.inputs[0].producer() if node.inputs[0] is not None else None
+    pool = None
+    if node.inputs[0] is not None:
+        pool = node.inputs[0].producer()
     return pool is not None and pool.op_type == "MaxPool" and _is_float_conv(pool.inputs[0])
 
 

@@ -217,7 +217,10 @@ def _explain(error: BaseException, model: nn.Module) -> str:
             break
         error = error.__cause__
     lines = [line for line in str(error).split("While executing")[0].splitlines() if line.strip()]
-    what = f"packed sequences in {where}".removesuffix(" in ") if packed else where or "the model"
+    if packed:
+        what = f"packed sequences in {where}".removesuffix(" in ")
+    else:
+        what = where or "the model"
     fix = "write that part with other ops, or cut it off and export the rest of the model"
     if packed:
         fix = PADDED
@@ -233,9 +236,10 @@ def _explain(error: BaseException, model: nn.Module) -> str:
 
 def _is_packed(error: BaseException) -> bool:
     """Was a recurrent layer of torch at work on a packed sequence, or one being made?"""
-    inside = [
-        f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_globals.get("__name__") in RECURRENT
-    ]
+    inside = []
+    for f, _ in traceback.walk_tb(error.__traceback__):
+        if f.f_globals.get("__name__") in RECURRENT:
+            inside.append(f)
     return any(f.f_locals.get("batch_sizes") is not None or "pack" in f.f_code.co_name for f in inside)
 
 

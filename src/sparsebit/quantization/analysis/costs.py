@@ -51,9 +51,8 @@ class Measured:
     state: dict[Quantizer, int] = field(default_factory=dict)  # bytes of its observer's state
     cached: int = 0  # bytes that observers of the old kind add with every batch
     not_float: set[Quantizer] = field(default_factory=set)  # quantizers that got integers, or no tensor
-    constant: set[Where] = field(
-        default_factory=set
-    )  # where all that was multiplied is the same for every input
+    # where all that was multiplied is the same for every input
+    constant: set[Where] = field(default_factory=set)
 
 
 def macs_quantized(qmodel: Any, example: Any) -> tuple[int, int]:
@@ -136,7 +135,9 @@ class _Counter(TorchDispatchMode):
 
     def _rounds_probs(self) -> bool:
         """Does the attention being run round its probabilities, once it is quantized?"""
-        probs = getattr(self.inside[-1], "probs", None) if self.inside else None
+        probs = None
+        if self.inside:
+            probs = getattr(self.inside[-1], "probs", None)
         quantizer = getattr(probs, "input_quantizer", None)
         return quantizer is not None and is_active(quantizer)
 
@@ -212,7 +213,10 @@ def _observed(quantizer: Quantizer, x: Tensor) -> tuple[int, int]:
     except CalibrationError:  # NaN in the example: calibration will say so, with the layer's name
         return 0, 0
     total = _bytes_below(vars(probe))
-    per_batch = 0 if not probe.keeps_batches or probe.is_weight else x.numel() * 4
+    if not probe.keeps_batches or probe.is_weight:
+        per_batch = 0
+    else:
+        per_batch = x.numel() * 4
     return total - per_batch, per_batch
 
 
@@ -225,4 +229,6 @@ def _bytes_below(value: Any, depth: int = 3) -> int:
         return sum(_bytes_below(v, depth - 1) for v in value.values())
     if isinstance(value, (list, tuple)):
         return sum(_bytes_below(v, depth - 1) for v in value)
-    return _bytes_below(vars(value), depth - 1) if hasattr(value, "__dict__") else 0
+    if hasattr(value, "__dict__"):
+        return _bytes_below(vars(value), depth - 1)
+    return 0

@@ -88,7 +88,9 @@ class _Walk:
         return bool(self._quantizers(node))
 
     def _quantizers(self, node: fx.Node) -> list[Quantizer]:
-        return _below(module_of(node, self.gm), self.chosen) if node.op == "call_module" else []
+        if node.op == "call_module":
+            return _below(module_of(node, self.gm), self.chosen)
+        return []
 
     @contextmanager
     def quantized(self, node: fx.Node) -> Iterator[None]:
@@ -103,7 +105,10 @@ class _Walk:
     def watching(self, node: fx.Node) -> Iterator[None]:
         with ExitStack() as handles:
             add = lambda handle: handles.callback(handle.remove)
-            root = module_of(node, self.gm) if node.op == "call_module" else nn.Module()
+            if node.op == "call_module":
+                root = module_of(node, self.gm)
+            else:
+                root = nn.Module()
             for inside, module in root.named_modules():
                 quantizers = _below(module, self.chosen)
                 if not quantizers or (inside and not isinstance(module, QuantOpr)):
@@ -160,4 +165,6 @@ def _below(module: nn.Module, chosen: set[Quantizer]) -> list[Quantizer]:
 
 
 def _mean(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
+    if len(values) == 1:
+        return values[0]
+    return sum(values[1:], values[0]) / len(values)

@@ -83,7 +83,9 @@ class Preflight:
         if "macs" in t:
             ints = f", {share(t['integer_macs'], t['macs'])} in integers by {self.backend}"
             more = t["bytes_per_batch"]
-            per_batch = f", and {size(more)} more with every batch" if more else ""
+            per_batch = ""
+            if more:
+                per_batch = f", and {size(more)} more with every batch"
             lines += [
                 f"MACs         {count(t['macs'])}; {share(t['quantized_macs'], t['macs'])} quantized"
                 + (ints if BACKENDS[self.backend].INTEGER_OPS else ""),
@@ -107,15 +109,22 @@ class Preflight:
     def _islands(self) -> str:
         cells = [[i["path"] or "(the model)", i["error"], i["line"]] for i in self.islands]
         head = "islands: not traced, run as they are\n"
-        return head + table(["path", "error", "line"], cells) if cells else ""
+        if cells:
+            return head + table(["path", "error", "line"], cells)
+        return ""
 
     def _uncovered(self) -> str:
         cells = []
         for u in self.uncovered:
-            shape = "x".join(map(str, u.shape)) if u.tensors == 1 else f"{u.tensors} tensors"
+            if u.tensors == 1:
+                shape = "x".join(map(str, u.shape))
+            else:
+                shape = f"{u.tensors} tensors"
             cells.append([u.path, shape, size(u.bytes), f"{100 * u.share:.1f} %"])
         head = "parameters that no weight quantizer covers\n"
-        return head + table(["path", "shape", "bytes", "share"], cells, "llrr") if cells else ""
+        if cells:
+            return head + table(["path", "shape", "bytes", "share"], cells, "llrr")
+        return ""
 
 
 def preflight(qmodel: Any, example: Any = None, backend: str | None = None) -> Preflight:
@@ -193,7 +202,9 @@ def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> d
     everything = _parameters(gm)
     covered = _covered(gm)
     states = ("quantized", "absorbed", "float", "island", PARTS)
-    totals = {state: sum(r.state == state for r in rows) for state in states}
+    totals = {}
+    for state in states:
+        totals[state] = sum(r.state == state for r in rows)
     totals["bytes"] = sum(p.nbytes for _, _, p in everything)
     totals["covered_bytes"] = sum(p.nbytes for p in covered)
     totals["quantized_bytes"] = totals["bytes"] - sum(r.bytes - r.quantized_bytes for r in rows)

@@ -58,7 +58,9 @@ class Noise:
     def db(self) -> float:
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        if self.signal:
+            return 10 * math.log10(self.signal / self.noise)
+        return -math.inf
 
 
 @dataclass(frozen=True)
@@ -97,19 +99,20 @@ class Profile:
     def __str__(self) -> str:
         rank = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}
         name = labels(self.rows)
-        cells = [
-            [
-                name[r.name],
-                _db(r.effect),
-                _db(r.own),
-                rank[r.name],
-                _db(r.weight),
-                _db(r.inputs),
-                r.fix,
-                _db(r.fixed),
-            ]
-            for r in self.rows
-        ]
+        cells = []
+        for r in self.rows:
+            cells.append(
+                [
+                    name[r.name],
+                    _db(r.effect),
+                    _db(r.own),
+                    rank[r.name],
+                    _db(r.weight),
+                    _db(r.inputs),
+                    r.fix,
+                    _db(r.fixed),
+                ]
+            )
         header = ["layer", "output", "own", "rank", "weight", "inputs", "fix", "with it"]
         return (
             f"profile of {self.model}: SQNR in dB, one layer quantized at a time; all of them: {_db(self.total)}\n"
@@ -124,14 +127,22 @@ class Profile:
             return (
                 "no override of a few layers helps the whole model: try another preset, or more bits for all"
             )
-        lines = [row.fix for name in self.suggested for row in self.rows if row.name == name]
+        lines = []
+        for name in self.suggested:
+            for row in self.rows:
+                if row.name == name:
+                    lines.append(row.fix)
         return "\n".join([f"together {_db(self.total)} -> {_db(self.together)} dB with:", *lines])
 
     __repr__ = __str__
 
 
 def _db(value: float | None) -> str:
-    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
+    if value is None:
+        return ""
+    if value == math.inf:
+        return "exact"
+    return f"{value:.1f}"
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -153,9 +164,9 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
         with switched_on(q for unit in units for q in unit.quantizers):
             for (args, kwargs), out in zip(calls, real):
                 total.add(gm(*args, **kwargs), out)
-        found = [
-            _row(gm, unit, calls, real, _limits(qmodel)) for unit in tracked(units, progress, "profiling")
-        ]
+        found = []
+        for unit in tracked(units, progress, "profiling"):
+            found.append(_row(gm, unit, calls, real, _limits(qmodel)))
         found = [
             (r, fix) if r.effect < total.db + HARMLESS else (replace(r, fix="", fixed=None), None)
             for r, fix in sorted(found, key=lambda pair: pair[0].effect)
@@ -169,11 +180,10 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
 def _costliest_group(
     gm: fx.GraphModule, units: list[_Unit], calls: list[Call], real: list[Any]
 ) -> Group | None:
-    members = [
-        Member(quantizer, owner, name, op_name(unit.op))
-        for unit in units
-        for quantizer, (name, owner) in unit.quantizers.items()
-    ]
+    members = []
+    for unit in units:
+        for quantizer, (name, owner) in unit.quantizers.items():
+            members.append(Member(quantizer, owner, name, op_name(unit.op)))
 
     def measure(on: Iterable[Quantizer]) -> float:
         noise = Noise()
@@ -280,7 +290,9 @@ def _units(gm: fx.GraphModule) -> Iterator[_Unit]:
 
 
 def _owned(module: nn.Module) -> list[tuple[Quantizer, QuantOpr]]:
-    return [(q, module) for q in active_quantizers(module)] if isinstance(module, QuantOpr) else []
+    if isinstance(module, QuantOpr):
+        return [(q, module) for q in active_quantizers(module)]
+    return []
 
 
 def _row(
@@ -309,9 +321,8 @@ class _Trial:
         self.noise = {name: Noise() for name in ("own", *self.halves)}
         self.fix: Fix | None = None
         self.tried = self.busy = False
-        self.carried: dict[
-            int, tuple[Tensor, nn.Module, Any]
-        ] = {}  # id of a carrier's output -> it, and whence
+        # id of a carrier's output -> it, and whence
+        self.carried: dict[int, tuple[Tensor, nn.Module, Any]] = {}
         self.shown: dict[Quantizer, list[Tensor]] = {}
 
     @contextmanager

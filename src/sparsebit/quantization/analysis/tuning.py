@@ -81,9 +81,10 @@ class Tuning:
     ) -> list[str]:
         """The weight quantizers of layers whose integer kernel takes longer than the float one."""
         floats = {op.node: op.microseconds for op in plain}
-        slow = {
-            op.node for op in integer if op.integer and op.microseconds > floats.get(op.node, float("inf"))
-        }
+        slow = set()
+        for op in integer:
+            if op.integer and op.microseconds > floats.get(op.node, float("inf")):
+                slow.add(op.node)
         found = []
         for node in graph.graph:
             if node.name in slow and len(node.inputs) > 1 and node.inputs[1] is not None:

@@ -55,7 +55,10 @@ def norm_pairs(gm: fx.GraphModule) -> Iterator[tuple[QuantOpr, Any]]:
 @torch.no_grad()
 def mirror_negative_norms(gm: fx.GraphModule) -> None:
     """Filters and norms change their sign where a norm's is negative: the same network, and folding keeps all codes."""
-    uses = [p for m in gm.modules() for p in m.parameters(recurse=False)]
+    uses = []
+    for m in gm.modules():
+        for p in m.parameters(recurse=False):
+            uses.append(p)
     for layer, bn in norm_pairs(gm):
         shared = sum(p is layer.weight for p in uses) > 1
         if bn.weight is None or shared or layer.weight_axis or len(layer.weight) != len(bn.weight):
@@ -83,7 +86,10 @@ class _Folded:
         quantizer = layer.weight_quantizer
         active = quantizer is not None and not quantizer.absorbed and quantizer.calibrated
         self.quantizer: Quantizer | None = quantizer if active else None
-        self.steps = None if self.quantizer is None else steps_of(layer.weight, self.quantizer)
+        if self.quantizer is None:
+            self.steps = None
+        else:
+            self.steps = steps_of(layer.weight, self.quantizer)
 
     @torch.no_grad()
     def rescale(self) -> None:

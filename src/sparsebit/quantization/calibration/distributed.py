@@ -19,13 +19,8 @@ from sparsebit.quantization.calibration.bias_correction import InputMean
 from sparsebit.quantization.observers.ranks import RunningSum, world_size
 from sparsebit.quantization.quantizers import Quantizer
 
-NOT_SEEN = {
-    *vars(nn.Module()),
-    "cfg",
-    "qdesc",
-    "backend",
-    "params",
-}  # what an observer has beside its statistics
+# what an observer has beside its statistics
+NOT_SEEN = {*vars(nn.Module()), "cfg", "qdesc", "backend", "params"}
 
 
 def any_rank(flag: bool) -> bool:

@@ -92,7 +92,10 @@ def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
 
 @contextmanager
 def _off(forms: Sequence[FloatForm]) -> Iterator[None]:
-    quantizers = [(q, q.mode) for form in forms for q in form.quantizers]
+    quantizers = []
+    for form in forms:
+        for q in form.quantizers:
+            quantizers.append((q, q.mode))
     try:
         for quantizer, _ in quantizers:
             quantizer.mode = Mode.FLOAT

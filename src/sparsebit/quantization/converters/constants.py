@@ -24,10 +24,8 @@ WHY_FLOAT = "reads only constants: computed once"
 # other
 NUMBER, STORED, CREATED, VARIES = range(4)
 FIRST_DECIDES = (Cast, Expand_as, Reshape)  # x.type_as(y), x.view_as(y): only x gives values
-TABLES = (
-    QEmbedding,
-    QEmbeddingBag,
-)  # they read constants by nature, and a quantized table makes the file smaller
+# they read constants by nature, and a quantized table makes the file smaller
+TABLES = QEmbedding, QEmbeddingBag
 
 
 def on_constants(gm: fx.GraphModule, most: int = CREATED) -> set[fx.Node]:
@@ -52,7 +50,9 @@ def _has_quantizers(node: fx.Node, gm: fx.GraphModule) -> bool:
 def _class_of(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
     """The QModule of a node, or the one that would replace it."""
     module = called_module(node, gm)
-    return type(module) if isinstance(module, Opr) else find_qmodule(node, gm)
+    if isinstance(module, Opr):
+        return type(module)
+    return find_qmodule(node, gm)
 
 
 def _kinds(gm: fx.GraphModule) -> dict[fx.Node, int]:

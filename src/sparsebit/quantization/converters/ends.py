@@ -44,7 +44,10 @@ def _reach(gm: fx.GraphModule, nodes: list[fx.Node], forwards: bool) -> set[fx.N
     """Nodes that a value of `nodes` reaches, or that reach one of them; themselves only through another."""
     sources = set(nodes)
     reached = set[fx.Node]()
-    order = list(gm.graph.nodes) if forwards else list(reversed(gm.graph.nodes))
+    if forwards:
+        order = list(gm.graph.nodes)
+    else:
+        order = list(reversed(gm.graph.nodes))
     for node in order:
         earlier = node.all_input_nodes if forwards else node.users
         if any(n in sources or n in reached for n in earlier):

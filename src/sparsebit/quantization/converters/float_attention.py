@@ -42,7 +42,11 @@ def float_attention(gm: fx.GraphModule) -> list[FloatForm]:
 def _of_blocks(module: nn.Module) -> list[Quantizer | None]:
     """nn.MultiheadAttention, also inside of a transformer layer."""
     blocks = [block for block in module.modules() if isinstance(block, QMultiheadAttention)]
-    return [identity.input_quantizer for block in blocks for identity in (block.probs, block.value)]
+    found: list[Quantizer | None] = []
+    for block in blocks:
+        for identity in (block.probs, block.value):
+            found.append(identity.input_quantizer)
+    return found
 
 
 def _of_attention(node: fx.Node, module: Attention, gm: fx.GraphModule) -> list[Quantizer | None]:

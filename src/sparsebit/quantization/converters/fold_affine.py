@@ -69,7 +69,9 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
 
 def read_affine(node: fx.Node, gm: fx.GraphModule) -> Affine | None:
     """The factor or summand of the node, if one of its two operands is a constant."""
-    kind = KINDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
+    kind = None
+    if node.op in ("call_function", "call_method"):
+        kind = KINDS.get(name_of(node))
     if kind is None or node.kwargs or len(node.args) != 2 or writes_input(node, gm) or not node.users:
         return None
     first, second = node.args
@@ -165,9 +167,8 @@ def _change(layer: Any, scale: Tensor, shift: Tensor) -> None:
     weight = layer.weight
     bias = layer.bias
     factor = scale.to(weight.device)
-    if isinstance(
-        layer, TRANSPOSED
-    ):  # (in, out / groups, ...): group g of the inputs makes group g of the outputs
+    # (in, out / groups, ...): group g of the inputs makes group g of the outputs
+    if isinstance(layer, TRANSPOSED):
         parts = weight.double().unflatten(0, (layer.groups, -1))
         per_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
         new = (parts * per_group).flatten(0, 1)

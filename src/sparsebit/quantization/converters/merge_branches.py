@@ -103,12 +103,16 @@ def _layer(node: fx.Node, gm: fx.GraphModule, calls: Any, kinds: tuple[type, ...
         return None
     module = module_of(node, gm)
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return module if forward_owner(type(module)) in kinds and not hooked else None
+    if forward_owner(type(module)) in kinds and not hooked:
+        return module
+    return None
 
 
 def _input(node: fx.Node) -> fx.Node | None:
     found = node.all_input_nodes
-    return found[0] if len(found) == 1 and node.args == (found[0],) else None
+    if len(found) == 1 and node.args == (found[0],):
+        return found[0]
+    return None
 
 
 def _is_settled(norm: Any) -> bool:
@@ -177,7 +181,10 @@ def _kernel(branch: Branch, into: Any) -> tuple[Tensor, Tensor]:
         bias = weight.new_zeros(into.out_channels)
     else:
         weight = conv.weight.detach().double()
-        bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach().double()
+        if conv.bias is None:
+            bias = weight.new_zeros(len(weight))
+        else:
+            bias = conv.bias.detach().double()
     found = branch.scale_and_shift()
     if found is not None:
         scale, shift = found

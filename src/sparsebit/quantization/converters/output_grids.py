@@ -95,7 +95,10 @@ class Reader:
         if not q.calibrated and q.tied:
             return q.spec, self.clipped, id(q.tied)
         if not q.calibrated:
-            owner = q if self.calls > 1 else None  # it sees more values than those of this call
+            # it sees more values than those of this call
+            owner = None
+            if self.calls > 1:
+                owner = q
             return q.spec, self.clipped, q.TYPE, type(q.observer), self.picked, owner
         starts_at_zero = not q.is_symmetric and not q.zero_point.any()
         clip = self.clipped and not starts_at_zero  # the clip changes no code of a grid that starts there
@@ -148,7 +151,9 @@ class OutputGrids:
         found: list[tuple[fx.Node, fx.Node]] = []
         for user in node.users:
             module = called_module(user, self.gm)
-            quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+            quantizer = None
+            if isinstance(module, QuantOpr):
+                quantizer = module.input_quantizer
             if self._reads_size(user) or (quantizer is not None and is_active(quantizer)):
                 continue
             found += self.float_edges(user) if self._between(user, module) else [(node, user)]
@@ -158,9 +163,14 @@ class OutputGrids:
         """All quantizers that read the value; None: something reads it in float."""
         if node not in self.known:
             found = [self._of_user(user) for user in node.users if not self._reads_size(user)]
-            everybody = (
-                [] if None in found else [reader for readers in found if readers for reader in readers]
-            )
+            if None in found:
+                everybody = []
+            else:
+                everybody = []
+                for readers in found:
+                    if readers:
+                        for reader in readers:
+                            everybody.append(reader)
             self.known[node] = everybody or None
         return self.known[node]
 
@@ -172,7 +182,9 @@ class OutputGrids:
 
     def _of_user(self, user: fx.Node) -> list[Reader] | None:
         module = called_module(user, self.gm)
-        quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+        quantizer = None
+        if isinstance(module, QuantOpr):
+            quantizer = module.input_quantizer
         if quantizer is not None and is_active(quantizer):
             return [Reader(quantizer, self.calls[str(user.target)])]
         how = self._between(user, module)
@@ -188,7 +200,10 @@ class OutputGrids:
         """The kind of the op for a quantizer behind it; "": the quantizer stays behind it."""
         if not node.op.startswith("call"):
             return ""
-        kind = type(module) if isinstance(module, Opr) else find_qmodule(node, self.gm)
+        if isinstance(module, Opr):
+            kind = type(module)
+        else:
+            kind = find_qmodule(node, self.gm)
         is_kind = lambda *kinds: kind is not None and issubclass(kind, kinds)
         if is_kind(QInterpolate, QUpsample) and not str(getattr(module, "mode", "")).startswith("nearest"):
             return ""
@@ -221,7 +236,10 @@ def _function(module: Any) -> str:
 
 def _is_moved_once(node: fx.Node, module: Any) -> bool:
     if isinstance(module, QGetItem):
-        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if isinstance(node.args[1], tuple):
+            parts = node.args[1]
+        else:
+            parts = (node.args[1],)
         return any(isinstance(part, int) for part in parts)
     return isinstance(module, MOVED_ONCE) or (isinstance(module, Move) and _function(module) == "roll")
 

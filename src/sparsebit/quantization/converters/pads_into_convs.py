@@ -23,7 +23,9 @@ def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in list(gm.graph.nodes):
         conv: Any = called_module(node, gm)
-        pad = node.args[0] if isinstance(conv, CONVS) and len(node.args) == 1 else None
+        pad = None
+        if isinstance(conv, CONVS) and len(node.args) == 1:
+            pad = node.args[0]
         if not isinstance(pad, fx.Node) or len(pad.users) > 1 or pad.op != "call_module" or node.kwargs:
             continue
         amounts = _amounts(pad, module_of(pad, gm), len(conv.kernel_size))
@@ -45,7 +47,9 @@ def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
         return None
     amounts: Any = layer.padding if isinstance(layer, nn.Module) else argument(node, 1, "pad")
     is_spatial = isinstance(amounts, (tuple, list)) and len(amounts) <= 2 * dims
-    return list(amounts) if is_spatial and not any(_is_negative(n) for n in amounts) else None
+    if is_spatial and not any(_is_negative(n) for n in amounts):
+        return list(amounts)
+    return None
 
 
 def _is_negative(amount: Any) -> bool:

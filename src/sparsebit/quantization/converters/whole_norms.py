@@ -53,7 +53,9 @@ def _read(node: fx.Node, gm: fx.GraphModule) -> WrittenNorm | None:
     if name_of(root) == "pow" and constant_number(argument(root, 1, "exponent"), gm) != 0.5:
         return None
     inside: Any = root.args[0]
-    eps = constant_number(inside.args[1], gm) if _is(inside, "add") and len(inside.args) == 2 else None
+    eps = None
+    if _is(inside, "add") and len(inside.args) == 2:
+        eps = constant_number(inside.args[1], gm)
     if eps is None:
         return None
     variance = inside.args[0]

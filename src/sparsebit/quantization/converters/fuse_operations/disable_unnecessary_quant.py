@@ -121,7 +121,10 @@ def make_chain_connection(op_types: Sequence[Any]) -> list[MatchingNode]:
     """Legacy: a pattern of ops that read each other: `[QConv2d, (QReLU, QReLU6)]`, first the op, then its reader."""
     nodes: list[MatchingNode] = []
     for i, ops in enumerate(op_types):
-        kinds = list(ops) if isinstance(ops, (tuple, list, set, frozenset)) else [ops]
+        if isinstance(ops, (tuple, list, set, frozenset)):
+            kinds = list(ops)
+        else:
+            kinds = [ops]
         before = [nodes[-1].name] if nodes else []
         nodes.append(MatchingNode(f"op_{i}", before, kinds, input_match_type=InputMatchingType.SUBSET))
     return nodes

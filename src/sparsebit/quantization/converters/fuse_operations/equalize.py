@@ -93,7 +93,9 @@ def equalize(gm: fx.GraphModule, ctx: Any = None) -> int:
         old = depthwise.input_quantizer
         if old is None or old.absorbed or old.is_perchannel or not _activation_is_free(act):
             return m.decline("the value between has no quantizer of one scale")
-        scheme = "per-channel-symmetric" if old.is_symmetric else "per-channel-affine"
+        scheme = "per-channel-affine"
+        if old.is_symmetric:
+            scheme = "per-channel-symmetric"
         new = build_quantizer(
             old.cfg.override("QSCHEME", scheme, "OBSERVER.TYPE", "minmax", "OBSERVER.LAYOUT", "NCHW")
         )

@@ -98,7 +98,9 @@ def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:
         return 2 if _flattened(node, module) == (1, -1) else None
     if isinstance(module, Reshape):
         sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
-        return len(sizes) if isinstance(sizes, (tuple, list)) and sizes else None
+        if isinstance(sizes, (tuple, list)) and sizes:
+            return len(sizes)
+        return None
     if isinstance(module, (QLinear, QBatchNorm1d, Dropout, *CLIPS, *SMOOTH, QGELU)) and node.all_input_nodes:
         return rank_of(node.all_input_nodes[0], gm)
     return None
@@ -128,9 +130,8 @@ def fold_into(conv: QuantOpr, bn: Any) -> None:
         parts = weight.unflatten(0, (conv.groups, -1))
         factor = gamma.to(weight.dtype).reshape(conv.groups, 1, -1, *shape[2:])
         folded = (parts * factor).flatten(0, 1)
-    conv.weight = nn.Parameter(
-        folded, requires_grad=weight.requires_grad
-    )  # a new one: others may share the old
+    # a new one: others may share the old
+    conv.weight = nn.Parameter(folded, requires_grad=weight.requires_grad)
     bias = shift if conv.bias is None else conv.bias * gamma + shift
     conv.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 

@@ -66,5 +66,7 @@ def _is_switched_off(module: Any, config: Any) -> bool:
         return True
     if isinstance(module, MultipleInputsQuantOpr):
         return not module.wants_input_quant(config)
-    quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.input_quantizer
     return quantizer is not None and bool(quantizer.cfg.quantizer.disable)

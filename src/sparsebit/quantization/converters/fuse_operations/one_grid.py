@@ -33,9 +33,8 @@ PRODUCERS = (*INTEGER_CONVS, *SMOOTH, QAdd, QMul, QAvgPool2d, QAdaptiveAvgPool2d
 @graph_pass("one_grid", when=lambda cfg: cfg.schedule.enabled("one_grid"), keeps_output=True)
 def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
-    for node in reversed(
-        list(gm.graph.nodes)
-    ):  # readers first: their grid decides for the values that they read
+    # readers first: their grid decides for the values that they read
+    for node in reversed(list(gm.graph.nodes)):
         if node.op != "call_module":
             continue
         module = module_of(node, gm)

@@ -42,7 +42,9 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
             continue  # a permission belongs to one call
         source = node.args[0] if node.args else None
         alone = isinstance(source, fx.Node) and len(source.users) == 1 and inputs_of(node).count(source) == 1
-        mine = makers.get(source) if alone and isinstance(source, fx.Node) else None
+        mine = None
+        if alone and isinstance(source, fx.Node):
+            mine = makers.get(source)
         if mine and isinstance(module, QuantOpr) and module.input_quantizer is not None and _ours(module):
             module.reuse = module.input_quantizer.reuse = Reuse(running, mine, module)
             node.meta["inplace"] = True
@@ -57,7 +59,10 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
 def makers_of(gm: fx.GraphModule) -> list[tuple[str, nn.Module]]:
     """The modules that permissions rely on, by name: if one is replaced, the permissions are void."""
     granted = (m.reuse for m in gm.modules() if isinstance(m, QuantOpr) and m.reuse is not None)
-    found = {maker for reuse in granted for maker in reuse.makers}
+    found = set()
+    for reuse in granted:
+        for maker in reuse.makers:
+            found.add(maker)
     return [(name, module) for name, module in gm.named_children() if module in found]
 
 

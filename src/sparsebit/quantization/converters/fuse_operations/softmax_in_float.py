@@ -19,7 +19,9 @@ def softmax_in_float(gm: fx.GraphModule, ctx: object) -> int:
     found = 0
     for node in gm.graph.nodes:
         module = called_module(node, gm)
-        quantizer = module.input_quantizer if isinstance(module, QSoftmax) else None
+        quantizer = None
+        if isinstance(module, QSoftmax):
+            quantizer = module.input_quantizer
         if quantizer is None or quantizer.absorbed or quantizer.backend is not Backend.ONNXRUNTIME:
             continue
         if is_wrong("QLinearSoftmax"):

@@ -83,7 +83,7 @@ def is_stem(node: fx.Node, conv: Any, gm: fx.GraphModule, example: Any) -> bool:
     placeholders = gm.graph.find_nodes(op="placeholder")
     (call,) = as_calls(gm, [example])
     images = dict(zip((n.target for n in placeholders), call.args)) | call.kwargs
-    shape = getattr(images.get(source.target), "shape", ())
+    shape: Any = getattr(images.get(source.target), "shape", ())
     if len(shape) != 4 or max(conv.kernel_size) == 1:
         return False
     steps = conv.stride[0] * conv.stride[1]

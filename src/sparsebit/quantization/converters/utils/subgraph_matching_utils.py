@@ -53,7 +53,10 @@ def get_operators_type(
 ) -> list[Any]:
     """The operators of nodes, with the class in place of a module or a parameter."""
     found = zip(ops, get_operators(ops, m, named_modules))
-    return [type(what) if op.op in ("call_module", "get_attr") else what for op, what in found]
+    result: list[Any] = []
+    for op, what in found:
+        result.append(type(what) if op.op in ("call_module", "get_attr") else what)
+    return result
 
 
 def _operator(op: fx.Node, m: fx.GraphModule, named_modules: Mapping[str, nn.Module] | None) -> Any:
