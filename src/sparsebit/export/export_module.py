@@ -251,7 +251,7 @@ def _check_runs(model: nn.Module, call: Call) -> None:
     try:
         first = call.run(model)
         second = call.run(model)
-    except Exception as error:
+    except Exception as error:  # the user's forward may raise anything
         reason = f"{type(error).__name__}: {str(error)[:600]}"
         raise ExportError(f"dummy: the model does not run on it: {reason}") from error
     for place, leaf in pytree.tree_flatten_with_path(first)[0]:

@@ -46,7 +46,7 @@ def session(path: str | Path, optimised: bool = True, save: str | None = None) -
         options.optimized_model_filepath = save
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
+    except Exception as error:  # onnxruntime's own classes
         raise ExportError(f"{path}: onnxruntime does not load the file: {error}") from error
 
 
@@ -66,7 +66,7 @@ def run(loaded: Any, given: dict[str, Array]) -> list[Array]:
     """The outputs of a session."""
     try:
         found: list[Array] = loaded.run(None, given)
-    except Exception as error:
+    except Exception as error:  # onnxruntime's own classes
         raise ExportError(
             f"onnxruntime loads the file but does not run it: {error}\n"
             f"  fix: if it names a dimension, export with dynamic_axes, or give batches of the size of the dummy"

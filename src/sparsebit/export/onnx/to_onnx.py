@@ -81,7 +81,7 @@ def to_program(
                 dynamo=True,
                 verbose=verbose,
             )
-    except Exception as error:
+    except Exception as error:  # torch's exporter raises errors of many kinds
         raise ExportError(_explain(error, model)) from error
     assert program is not None
     register_constants(program.model.graph)

@@ -48,7 +48,7 @@ def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
             yield
         if not any(t.count for t in tuned):
             raise CalibrationError("batchnorm_tuning(): no batch was run; call qmodel(x) inside the block")
-    except BaseException:
+    except BaseException:  # also on Ctrl-C
         for t in tuned:
             t.reset()
         raise
