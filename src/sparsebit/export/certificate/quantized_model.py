@@ -1,8 +1,8 @@
 """The certificate: the file is run and compared with the model that was measured.
 
-(a) locally, optimisation off: every quantizer's codes from the runtime's own input to it, and every op between
-    two quantizers recomputed in torch from the runtime's own values, so that a flipped code upstream can neither
-    hide nor fake an error; (b) end to end, in a plain session, as a user loads the file, every output by itself.
+(a) locally, optimisation off: the codes of every quantizer are computed again from the runtime's input to it, and every
+op between two quantizers is computed again in torch from the runtime's values. So a flipped code upstream can neither
+hide nor fake an error; (b) end to end, in a plain session, as a user loads the file, every output by itself.
 
 (b) must be within one of three limits: 6 dB above the model's own noise floor (how far its output moves when its
 input moves by 1e-5); 6 dB below the error of quantization itself, so that the file is at most 1 dB less accurate than
