@@ -40,9 +40,7 @@ def _bounds(node: ir.Node) -> list[Clip] | None:
         return None
     if node.op_type == "Relu":
         return [(0.0, None)]
-    limits = []
-    for v in node.inputs[1:]:
-        limits.append(None if v is None else array_of(v))
+    limits = [None if v is None else array_of(v) for v in node.inputs[1:]]
     if any(v is not None and limit is None for v, limit in zip(node.inputs[1:], limits)) or not limits:
         return None  # not a constant
     if node.op_type == "Clip":
@@ -51,10 +49,9 @@ def _bounds(node: ir.Node) -> list[Clip] | None:
     if len(limits) != 1 or limits[0] is None or array_of(node.inputs[0]) is not None:
         return None
     values = [float(v) for v in limits[0].flatten()]
-    found: list[Clip] | None = []
-    for v in values:
-        found.append((None, v) if node.op_type == "Min" else (v, None))
-    return found
+    if node.op_type == "Min":
+        return [(None, v) for v in values]
+    return [(v, None) for v in values]
 
 
 def _takes(user: ir.Node, bounds: list[Clip], marks: Marks, in_codes: bool) -> bool:

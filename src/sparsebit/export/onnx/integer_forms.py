@@ -169,9 +169,8 @@ def _shape_of_images(node: ir.Node, last: ir.Value, channels: int, name: str) ->
     """(batch, height, width, channels): a constant where at most the batch is free."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    if last.shape is None:
-        sizes = [None]
-    else:
+    sizes: list[Any] = [None]
+    if last.shape is not None:
         sizes = [last.shape[1], last.shape[2]]
     if all(isinstance(size, int) for size in sizes):
         return constant(graph, f"{name}/shape", np.asarray([-1, *sizes, channels], np.int64))

@@ -95,7 +95,9 @@ def _repair(
     letter = first.cfg.letter
     with _shown(members) as values:
         see()
-    ways = [["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE]
+    ways: list[list[Any]] = [
+        ["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE
+    ]
     ways.append(["QUANTIZER.DISABLE", True])
     best = ""
     fixed = total + GAIN

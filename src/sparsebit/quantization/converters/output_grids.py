@@ -163,14 +163,10 @@ class OutputGrids:
         """All quantizers that read the value; None: something reads it in float."""
         if node not in self.known:
             found = [self._of_user(user) for user in node.users if not self._reads_size(user)]
-            if None in found:
-                everybody = []
-            else:
-                everybody = []
+            everybody: list[Reader] = []
+            if None not in found:
                 for readers in found:
-                    if readers:
-                        for reader in readers:
-                            everybody.append(reader)
+                    everybody.extend(readers or [])
             self.known[node] = everybody or None
         return self.known[node]
 
@@ -200,6 +196,7 @@ class OutputGrids:
         """The kind of the op for a quantizer behind it; "": the quantizer stays behind it."""
         if not node.op.startswith("call"):
             return ""
+        kind: type[nn.Module] | None
         if isinstance(module, Opr):
             kind = type(module)
         else:
