@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from sparsebit.graph.ops import argument, called_module, module_calls
 from sparsebit.quantization.layers import is_active
