@@ -162,6 +162,16 @@ def modules_read_by(path: Path) -> set[str]:
     return {name.removeprefix("sparsebit.") for name in found if name.startswith("sparsebit.")}
 
 
+def test_every_broad_except_has_its_reason():
+    """A door may catch everything; a comment on the line says what can arrive there."""
+    bare = []
+    for name, path in modules():
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip().startswith(("except Exception", "except BaseException")) and "#" not in line:
+                bare.append(f"{name}:{number}")
+    assert not bare, bare
+
+
 def test_siblings_do_not_know_each_other():
     wrong = []
     for name, path in modules():

@@ -98,7 +98,7 @@ def test_dynamic_shapes_and_a_dict_in_another_order(two, tmp_path):
 
 
 def test_unknown_axis_name_is_refused(two, tmp_path):
-    with pytest.raises(ExportError, match="dynamic_axes: z is no input or output; inputs are p, q"):
+    with pytest.raises(ExportError, match="dynamic_axes: z is not an input or output; inputs are p, q"):
         two.export_onnx(pair(), str(tmp_path / "m.onnx"), ["p", "q"], ["a", "b"], {"z": {0: "n"}})
 
 

@@ -140,7 +140,7 @@ def test_where_an_activation_keeps_its_quantizer(backend, w, a, kept):
 @pytest.mark.parametrize("bits", [8, 6, 4])
 @pytest.mark.parametrize("scheme", ["per-tensor-affine", "per-tensor-symmetric"])
 def test_a_residual_net_is_all_integer(scheme, bits, tmp_path, monkeypatch):
-    """Also with signed activations, where ReLU is no part of the grid, and below 8 bits."""
+    """Also with signed activations, where ReLU is not a part of the grid, and below 8 bits."""
     export_once(monkeypatch, "residual")
     config = QuantConfig.load("w8a8").override(
         *("A.QADD.ENABLE_QUANT", True, "A.QSCHEME", scheme, "A.QUANTIZER.BIT", bits)

@@ -232,7 +232,7 @@ def test_enough_gone_already(net):
 )
 def test_refused(net, options, message):
     with pytest.raises(ConfigError, match=message):
-        sparsebit.prune(*net, macs=0.5, **options)
+        prune_blocks(*net, macs=0.5, **options)
 
 
 def test_unknown_names_are_answered_with_the_known(net):

@@ -21,7 +21,9 @@ def call_of(batch: Any, signature: inspect.Signature, device: torch.device | Non
 
 def as_batches(batches: Any) -> list[Any]:
     """All batches, also of a loader that runs only once; a tensor or a mapping is one batch."""
-    return [batches] if isinstance(batches, (Tensor, Mapping)) else list(batches)
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    return list(batches)
 
 
 def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
@@ -30,17 +32,16 @@ def calls_of(batches: Any, signature: inspect.Signature, device: torch.device | 
 
 def target_shapes(batches: list[Any], signature: inspect.Signature) -> list[tuple[int, ...]]:
     """The shapes of the labels in batches such as (x, y), without the axis of the batch, each once."""
-    found = [
-        tuple(target.shape[1:])
-        for batch in batches
-        for target in targets_of(batch, signature)
-        if target.dim() and not target.is_floating_point()
-    ]
+    found = []
+    for batch in batches:
+        for target in targets_of(batch, signature):
+            if target.dim() and not target.is_floating_point():
+                found.append(tuple(target.shape[1:]))
     return list(dict.fromkeys(found))
 
 
 def some_calls_of(batches: Any, signature: inspect.Signature, device: torch.device | None) -> list[Call]:
-    """The same, where a comparison of nothing would count as agreement."""
+    """The calls of `batches`; an error if there are none, because a comparison of nothing would count as agreement."""
     calls = calls_of(batches, signature, device)
     tensors = [t for t in pytree.tree_leaves(calls) if isinstance(t, Tensor)]
     if not any(t.numel() for t in tensors):

@@ -53,17 +53,18 @@ class OutputCheck:
     floor: float = 0.0  # the model's own, its input moved
 
     def allowed(self, rounding: float) -> float:
-        return max(rounding, self.floor) if math.isfinite(self.floor) else rounding
+        if math.isfinite(self.floor):
+            return max(rounding, self.floor)
+        return rounding
 
 
 @dataclass
 class PlainCertificate(Comparison):
-    """What was compared of an ordinary model, and whether it holds."""
+    """The comparisons of an ordinary model with its file, and their result."""
 
     outputs: dict[str, OutputCheck] = field(default_factory=dict)
-    quiet: dict[str, OutputCheck] = field(
-        default_factory=dict
-    )  # parts that the rest of an output would drown
+    # parts that the rest of an output would drown
+    quiet: dict[str, OutputCheck] = field(default_factory=dict)
     start: str = ""  # of a file that differs: the first value that does
 
     def add(
@@ -89,38 +90,43 @@ class PlainCertificate(Comparison):
         for part in self.parts.of(name, mine):
             check = self.quiet.setdefault(part.name_in(name), OutputCheck())
             error, *floors = (check_part(part, mine, found, QUIET_SIZE) for found in (theirs, *others))
-            check.error, check.floor = max(check.error, error), max(check.floor, *floors)
+            check.error = max(check.error, error)
+            check.floor = max(check.floor, *floors)
             worst = max(worst, error)
         return worst
 
     def failures(self) -> list[str]:
-        wrong = [
-            f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
-            for name, check in {**self.outputs, **self.quiet}.items()
-            if check.error > (allowed := check.allowed(self.rounding))
-        ]
+        wrong = []
+        for name, check in {**self.outputs, **self.quiet}.items():
+            if check.error > (allowed := check.allowed(self.rounding)):
+                wrong.append(
+                    f"the output {name}: off by {check.error:.2g} of the largest value, {allowed:.2g} is allowed"
+                )
         return [self.start, *wrong] if wrong and self.start else wrong
 
     def remarks(self) -> list[str]:
-        return [
-            f"the output {name} moves by {check.floor:.2g} of its largest value when the input moves by 1e-5: "
-            f"the file cannot be held to less than that"
-            for name, check in self.outputs.items()
-            if check.floor > LOUD
-        ]
+        found: list[str] = []
+        for name, check in self.outputs.items():
+            if check.floor > LOUD:
+                found.append(
+                    f"the output {name} moves by {check.floor:.2g} of its largest value when the input moves by 1e-5: "
+                    f"the file cannot be held to less than that"
+                )
+        return found
 
     def as_dict(self) -> dict[str, Any]:
-        found = {
-            name: {"error": check.error, "allowed": check.allowed(self.rounding)}
-            for name, check in self.outputs.items()
-        }
+        found = {}
+        for name, check in self.outputs.items():
+            found[name] = {"error": check.error, "allowed": check.allowed(self.rounding)}
         return {"outputs": found, **super().as_dict()}
 
     def rows(self) -> Rows:
-        return [
-            ("output", f"{name}: within {check.error:.1e}, {check.allowed(self.rounding):.1e} is allowed")
-            for name, check in list(self.outputs.items())[:8]
-        ]
+        found = []
+        for name, check in list(self.outputs.items())[:8]:
+            found.append(
+                ("output", f"{name}: within {check.error:.1e}, {check.allowed(self.rounding):.1e} is allowed")
+            )
+        return found
 
 
 def export_module(
@@ -143,8 +149,8 @@ def export_module(
     opset_version  the least opset; torch's exporter writes 18 or more.
     batches        more inputs to compare the file and the model on.
 
-    The model is exported in eval mode and comes back as it was. A file that differs is kept apart, as
-    <name>.failed.onnx, and ExportError says where it starts.
+    The model is exported in eval mode; afterwards its mode is restored. A file that differs is kept as
+    <name>.failed.onnx, and ExportError names the place where it starts to differ.
     """
     require("onnx", "onnxscript", "onnxruntime")
     from sparsebit.export.onnx.graph_edit import clean
@@ -155,8 +161,11 @@ def export_module(
     more = as_batches(batches)
     kind = half_type(model, BFLOAT16)
     if kind is not None:
-        model, dummy, more = float_copy(model), in_float(dummy), in_float(more)
-    signature, device = inspect.signature(model.forward), device_of(model)
+        model = float_copy(model)
+        dummy = in_float(dummy)
+        more = in_float(more)
+    signature = inspect.signature(model.forward)
+    device = device_of(model)
     call = call_of(dummy, signature, device)
     with torch.no_grad(), evaluating(model):
         _check_runs(model, call)
@@ -195,14 +204,18 @@ def verify_module(onnx_path: str | Path, model: nn.Module, batches: Any) -> Expo
     proto = files.read(path, lambda path: onnx.load(str(path), load_external_data=False))
     told = {prop.key for prop in proto.metadata_props}
     if "sparsebit.certificate" not in told or "sparsebit.lowered" in told:
-        what = "holds a quantized model" if "sparsebit.lowered" in told else "was not written by Sparsebit"
+        what = "was not written by Sparsebit"
+        if "sparsebit.lowered" in told:
+            what = "holds a quantized model"
         raise ExportError(
             f"{path}: {what}; compare it with the QuantModel that it was made from, or export again"
         )
     _check_model(model)
-    batches, kind = as_batches(batches), half_type(model, BFLOAT16)
+    batches = as_batches(batches)
+    kind = half_type(model, BFLOAT16)
     if kind is not None:
-        model, batches = float_copy(model), in_float(batches)
+        model = float_copy(model)
+        batches = in_float(batches)
     signature = inspect.signature(model.forward)
     calls = some_calls_of(batches, signature, device_of(model))
     with torch.no_grad(), evaluating(model):
@@ -236,8 +249,9 @@ def _check_model(model: Any) -> None:
 def _check_runs(model: nn.Module, call: Call) -> None:
     """A dummy that the model cannot take, or answers that no file could give, are no fault of the exporter."""
     try:
-        first, second = call.run(model), call.run(model)
-    except Exception as error:
+        first = call.run(model)
+        second = call.run(model)
+    except Exception as error:  # the user's forward may raise anything
         reason = f"{type(error).__name__}: {str(error)[:600]}"
         raise ExportError(f"dummy: the model does not run on it: {reason}") from error
     for place, leaf in pytree.tree_flatten_with_path(first)[0]:

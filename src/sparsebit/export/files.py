@@ -29,7 +29,7 @@ def writable(name: str | Path) -> Path:
 
 
 def read(path: Path, load: Callable[[Path], Any]) -> Any:
-    """What `load` makes of an ONNX file."""
+    """Read an ONNX file with `load`."""
     from google.protobuf.message import DecodeError
 
     if not path.is_file():
@@ -37,11 +37,11 @@ def read(path: Path, load: Callable[[Path], Any]) -> Any:
     try:
         return load(path)
     except DecodeError as error:
-        raise ExportError(f"{path}: is no ONNX file, or only a part of one: {error}") from error
+        raise ExportError(f"{path}: is not an ONNX file, or only a part of one: {error}") from error
 
 
 def report_of(path: Path) -> Path:
-    """Where the report of a file stands: m.report.json for m.onnx; another ending is part of the name."""
+    """The path of the report of a file: m.report.json for m.onnx; another ending is part of the name."""
     return path.with_name(f"{path.name.removesuffix('.onnx')}.report.json")
 
 

@@ -32,6 +32,6 @@ def in_float(value: Any) -> Any:
 
 
 def note_of(kind: torch.dtype) -> str:
-    """What the report says."""
+    """The note in the report."""
     name = str(kind).removeprefix("torch.")
     return f"the model is {name}: the file computes in float32, takes float32 inputs, and was compared in float32"

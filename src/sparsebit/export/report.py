@@ -1,4 +1,4 @@
-"""ExportReport: what was written, how it was checked, and what runs in integers."""
+"""ExportReport: the written file, its checks, and the ops that run in integers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNCALIBRATED = (
 
 
 class CertificateError(ExportError):
-    """The file was written and run, and does not do what the model does; `report` says where."""
+    """The file was written and run, and it differs from the model; `report` has the place."""
 
     def __init__(self, message: str, report: ExportReport):
         super().__init__(message)
@@ -46,7 +46,7 @@ class ExportReport:
     pair_rule: str = ""  # whether the weights follow it, and its price
     others: dict[str, EndToEnd] = field(default_factory=dict)  # by runtime: the same comparison there
     timing: Timing | None = None  # with timing=True or tune=True
-    uncalibrated: bool = False  # nobody had calibrated the model: the scales are 1
+    uncalibrated: bool = False  # the model was not calibrated: the scales are 1
 
     @property
     def ok(self) -> bool:
@@ -113,9 +113,11 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 
 def settle(report: ExportReport, draft: Path, path: Path) -> None:
-    """A file that holds takes its place; one that does not is kept apart, and says where it starts."""
+    """Move a file that holds to its place. One that does not is kept apart, and the error names the start of the
+    difference."""
     files.add_metadata(draft, "sparsebit.certificate", report.summary())
-    report.path, report.bytes = str(path), files.size_of(draft)
+    report.path = str(path)
+    report.bytes = files.size_of(draft)
     if report.ok:
         files.accept(draft, path)
         report.save(files.report_of(path))

@@ -141,8 +141,8 @@ def _asked(method: Method, bits: int | None, group_size: int | None, format: str
         return {"bits": 8, "group_size": -1, "format": "dense"}
     if method.activations and format not in (None, method.format):
         raise ConfigError(
-            f"format: {format} has no place for 8-bit activations, which {method.__name__} is for; "
-            f"leave it out, or say {method.format}"
+            f"format: {format} has no place for 8-bit activations, which {method.solve.__name__} is for; "
+            f"leave it out, or give {method.format}"
         )
     if bits is None:
         bits = method.bits

@@ -1,7 +1,7 @@
 """Streaming histogram on the grid of floating point itself: a bin is (sign, exponent, first mantissa bits).
 
-The grid does not depend on the data, so merging is adding, batch order cannot matter, and an outlier does not
-coarsen the bins of the bulk (a linear histogram whose range doubles merges as exactly, but leaves 8 of 2048
+The grid does not depend on the data. So merging is adding, the order of batches cannot matter, and an outlier does not
+coarsen the other bins (a linear histogram whose range doubles merges as exactly, but leaves 8 of 2048
 bins to data with an outlier of 1000 sigma). Kept are the 16 octaves below the largest value; the rest is 0.
 """
 

@@ -27,8 +27,8 @@ KL_STEP = 8  # every how many-th bin is tried as the end of the range
 def mse_range(bins: Bins, low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """The range whose grid has the least squared error on values between `low` and `high`, per channel.
 
-    A grid is a scale and its first code, so these are searched: all pairs with an estimate that takes no pass
-    over the values per pair, then the neighbourhood of the best ones with the true error.
+    A grid is a scale and its first code. First all pairs are searched, with an estimate that takes no pass over the
+    values per pair. Then the neighbourhood of the best ones is searched with the true error.
     """
     levels = spec.levels
     # squares of float32 stay floats

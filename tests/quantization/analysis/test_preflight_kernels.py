@@ -91,7 +91,7 @@ def inverted_residual() -> nn.Module:
 
 
 class Dense(nn.Module):
-    """Each layer reads everything before it, behind a norm that is no part of a convolution."""
+    """Each layer reads everything before it, behind a norm that is not a part of a convolution."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Backend: what a runtime can hold, what it computes in integers, and how its files look."""
+"""Backend: the grids that a runtime can hold, the ops that it computes in integers, and the form of its files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,8 @@ class Problem:
         return f"{self.name}: {self.reason}\n  fix: {self.fix}"
 
 
-WEIGHTED = (
-    "*Conv[123]d*",
-    "Conv1D",
-    "ConvFunction",
-    "*Linear*",
-)  # layers as the pre-flight report names them
+# layers as the pre-flight report names them
+WEIGHTED = ("*Conv[123]d*", "Conv1D", "ConvFunction", "*Linear*")
 
 
 class Backend:
@@ -55,7 +51,7 @@ class Backend:
     ADVICE: ClassVar[str] = ""  # for activations without a zero point, where they are slow
 
     def problems(self, mark: Mark) -> list[Problem]:
-        """What of this quantizer the runtime cannot hold."""
+        """The properties of this quantizer that the runtime cannot hold."""
         return []
 
     def why_float(
@@ -79,7 +75,8 @@ class Backend:
             return "no integer kernel"
         if not specs or not complete:
             return "an operand is float"
-        widest, narrowest = max(s.bits for s in specs), min(s.bits for s in specs)
+        widest = max(s.bits for s in specs)
+        narrowest = min(s.bits for s in specs)
         if widest > 8:
             return f"{widest} bits"
         schemes = self.SCHEMES.get("A", ())
@@ -89,7 +86,9 @@ class Backend:
             and not all(s.symmetric for s in specs)
         ):
             return "zero points must be 0"
-        return f"{narrowest}-bit values are stored, then computed in float" if narrowest < 8 else ""
+        if narrowest < 8:
+            return f"{narrowest}-bit values are stored, then computed in float"
+        return ""
 
     def opset(self, marks: Marks, asked: int) -> tuple[int, str]:
         """The opset to write, and why: the lowest that holds the types, never lower than asked."""
@@ -101,7 +100,9 @@ class Backend:
                 "; onnxruntime has fewer integer kernels from opset 22 on" if fewer else ""
             )
         first = next(m for m in marks.values() if since(m) == needed)
-        what = str(container(first)) if SINCE[container_bits(first)] == needed else "scales per group"
+        what = "scales per group"
+        if SINCE[container_bits(first)] == needed:
+            what = str(container(first))
         return needed, f"{asked} was asked; {needed} is the first with {what}"
 
     def lower(self, model: ir.Model, marks: Marks) -> Any:
@@ -109,4 +110,5 @@ class Backend:
         raise NotImplementedError
 
     def speed_up(self, model: ir.Model, marks: Marks) -> None:
-        """What makes the file faster, but hides quantizers; left out where each of them must be seen (extra_info)."""
+        """Make the file faster in ways that hide quantizers. It is left out if each quantizer must be visible
+        (extra_info)."""

@@ -1,8 +1,8 @@
 """onnxruntime: every rewrite here gives the same numbers and lets its optimiser find the integer kernels.
 
-A kernel is integer when the op stands between DequantizeLinear and QuantizeLinear: so equal quantizers of one
-value become one, a quantizer behind an op that only moves values also stands in front of it, and ReLUs become part
-of the quantizer behind them.
+A kernel is integer if the op stands between DequantizeLinear and QuantizeLinear. So equal quantizers of one value
+become one. A quantizer behind an op that only moves values also stands in front of it. ReLUs become part of the
+quantizer behind them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class TensorrtBackend(Backend):
         letter = "W" if mark.is_weight else "A"
         found = []
         if not mark.spec.symmetric:
-            scheme = "per-channel-symmetric" if mark.is_weight else "per-tensor-symmetric"
+            scheme = "per-tensor-symmetric"
+            if mark.is_weight:
+                scheme = "per-channel-symmetric"
             found.append(
                 Problem(
                     mark.name,

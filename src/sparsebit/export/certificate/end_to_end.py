@@ -25,7 +25,8 @@ from sparsebit.graph.run.calls import Call
 FLOAT_ROUNDING = 1e-4  # of the largest value: two runtimes add in different order
 NOISE = 1e-5
 DRAWS = 3  # of noise
-AS_USERS_RUN_IT, BARE = "as users run it", "unoptimised"  # sessions of onnxruntime
+AS_USERS_RUN_IT = "as users run it"  # sessions of onnxruntime
+BARE = "unoptimised"
 HUGE = 1e4  # masks hold numbers such as -1e9 beside 0
 Rows = list[tuple[str, str]]
 Shape = tuple[int, ...]
@@ -72,24 +73,31 @@ class OutputNoise:
         self.noise += float((apart**2).sum())
         self.largest = max(self.largest, float(apart.max(initial=0)))
         self.holds_labels = is_whole(expected)
-        self.axis = None if self.holds_labels else class_axis(expected.shape, targets)
+        if self.holds_labels:
+            self.axis = None
+        else:
+            self.axis = class_axis(expected.shape, targets)
         if self.holds_labels:
             self.labels += apart.size
             self.labels_differ += int((apart > 0).sum())
         elif self.axis is not None:
-            a, b = expected.argmax(self.axis), got.argmax(self.axis)
+            a = expected.argmax(self.axis)
+            b = got.argmax(self.axis)
             self.labels += a.size
             self.labels_differ += int((a != b).sum())
 
     def _moving(self, x: Array) -> float:
-        """Of several inputs, what differs from their mean; of a single one, what differs from the one before."""
+        """The part that moves: of several inputs the difference from their mean, of a single one the difference from
+        the one before."""
         if x.ndim and x.shape[0] > 1:
             return float(((x - x.mean(0)) ** 2).sum())
-        before, self.last = self.last, x
+        before = self.last
+        self.last = x
         if before is None or before.shape != x.shape:
             self.guess = float(((x - x.mean()) ** 2).sum()) if x.size else 0.0
             return self.guess
-        apart, guess = float(((x - before) ** 2).sum()) / 2, self.guess
+        apart = float(((x - before) ** 2).sum()) / 2
+        guess = self.guess
         self.guess = 0.0
         return apart + (apart - guess if guess else 0.0)
 
@@ -100,7 +108,7 @@ class OutputNoise:
 
     @property
     def moving_db(self) -> float:
-        """What changes with the input, against the whole signal: 0 or less."""
+        """The part of the outputs that changes with the input, in dB of the whole signal: 0 or less."""
         return min(_decibels(self.moving, self.signal), 0.0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -203,7 +211,7 @@ class EndToEnd:
 
 @dataclass
 class Comparison:
-    """What every certificate has: the file against the model, and the model against itself."""
+    """The common part of all certificates: the file against the model, and the model against itself."""
 
     runtime: EndToEnd = field(default_factory=EndToEnd)  # the session that decides
     session: str = AS_USERS_RUN_IT  # which that is
@@ -235,11 +243,11 @@ class Comparison:
             draw.add(names, expected, outputs)
 
     def failures(self) -> list[str]:
-        """What does not hold, in the order of the graph: the first is where it starts."""
+        """The failed checks, in the order of the graph: the first one is the start of the error."""
         raise NotImplementedError
 
     def remarks(self) -> list[str]:
-        """What is worth saying though it holds."""
+        """Remarks on a certificate that holds."""
         raise NotImplementedError
 
     def as_dict(self) -> dict[str, Any]:
@@ -256,7 +264,7 @@ class Comparison:
 
 
 def rounding_of(model: nn.Module) -> float:
-    """What two runtimes may differ by, as a share of the largest value."""
+    """The difference that two runtimes may have, as a share of the largest value."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return max(FLOAT_ROUNDING, 8 * max((torch.finfo(kind).eps for kind in kinds), default=0.0))
 
@@ -301,9 +309,10 @@ def check_output(expected: list[Array], got: list[Array]) -> float:
 
 
 def check_part(part: Part, expected: Array, got: Array, least: float) -> float:
-    """The same of a part; `least` is a share of the largest value of the whole output, below which no size counts."""
+    """Check a part in the same way; `least` is a share of the largest value of the whole output, below which no size
+    counts."""
     if not part.fits(expected, got):
-        return 0.0  # the whole says so
+        return 0.0  # the check of the whole output reports it
     size = max(largest_of(part.of(expected)), least * largest_of(expected), 1e-12)
     return float(difference(part.of(expected), part.of(got)).max(initial=0)) / size
 
@@ -314,7 +323,7 @@ def largest_of(x: Array) -> float:
 
 
 def disturbed(value: Any, seed: int = 0) -> Any:
-    """The same arguments, floats moved by noise of 1e-5 of the largest; huge ones, of their own size."""
+    """The arguments with noise on floats: 1e-5 of the largest value; for huge values, 1e-5 of each."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(x: Tensor) -> Tensor:

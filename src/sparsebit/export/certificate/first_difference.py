@@ -1,7 +1,7 @@
 """Of a file that differs from its model: where it starts.
 
-torch's exporter names the values of the ONNX graph like those of the exported program, so the program is run op by
-op beside the file, whose optimisations are off, and the first value of one name that differs is named.
+torch's exporter names the values of the ONNX graph like those of the exported program. So the program runs op by op
+beside the file, whose optimisations are off. The result is the first value of one name that differs.
 """
 
 from __future__ import annotations

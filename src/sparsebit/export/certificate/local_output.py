@@ -51,7 +51,8 @@ class LocalOutput:
         self, part: Part, expected: Array, found: Array, rounding: float, others: Others
     ) -> None:
         """One batch of a part, as a share of the part's own largest value."""
-        error, allowed = check_part(part, expected, found, 0.0), rounding
+        error = check_part(part, expected, found, 0.0)
+        allowed = rounding
         if error > rounding:
             size = max(largest_of(part.of(expected)), 1e-12)
             most = rounding * max(LOUDER * largest_of(expected) / size, 1.0)
@@ -61,7 +62,8 @@ class LocalOutput:
 
     @staticmethod
     def _labels_that_may(expected: Array, found: Array, others: Others) -> float:
-        """Those that flip where ops round otherwise; one in any case, but never more than one of a hundred."""
+        """The number of labels that may flip because ops round differently: at least one, but at most one of a
+        hundred."""
         if np.array_equal(expected, found) or not expected.size:
             return MORE_LABELS
         flipped = max(int((difference(expected, other) > 0).sum()) for other in others())

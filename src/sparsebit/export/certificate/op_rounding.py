@@ -39,5 +39,5 @@ class OpsRoundOtherwise(TorchDispatchMode):
 
 
 def _gives_memory_of_others(func: Any) -> bool:
-    """Views and ops in place: what they give must stay the same memory."""
+    """Views and ops in place: their results must stay in the same memory."""
     return any(value.alias_info is not None for value in func._schema.returns)

@@ -21,9 +21,9 @@ class OpenvinoSession:
         import openvino
 
         try:
-            # float32 between the integer kernels: half precision would be a difference of its own
+            # float32 between the integer kernels: half precision would add another difference
             self.model = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        except Exception as error:
+        except Exception as error:  # the errors of OpenVINO have no common class
             raise ExportError(f"{path}: OpenVINO does not load the file: {error}") from error
 
     def get_inputs(self) -> list[Any]:

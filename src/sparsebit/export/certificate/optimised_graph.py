@@ -19,7 +19,7 @@ from sparsebit.export.kernels.wrong_kernels import WRONG_KERNELS
 from sparsebit.graph.run.calls import Call
 
 JUMP = 10.0  # dB: so far above its inputs, a tensor was computed wrongly
-AUDIBLE = (-40.0, -60.0, -80.0)  # dB: the loudest jumps first; what is below the last is rounding
+AUDIBLE = (-40.0, -60.0, -80.0)  # dB: the loudest jumps first; below the last one it is rounding
 
 
 def optimised(file: Path) -> Any:
@@ -33,20 +33,25 @@ def optimised(file: Path) -> Any:
 
 
 def first_wrong_tensor(file: Path, calls: list[Call]) -> str:
-    """Where a plain session starts to differ from the file without optimisations, and what mends it."""
+    """The place where a plain session starts to differ from the file without optimisations, and the remedy."""
     import onnx
 
     model = optimised(file)
-    known = {
-        name for node in onnx.load(str(file), load_external_data=False).graph.node for name in node.output
-    }
-    shared = [name for node in model.graph.node for name in node.output if name in known]
+    known = set()
+    for node in onnx.load(str(file), load_external_data=False).graph.node:
+        for name in node.output:
+            known.add(name)
+    shared = []
+    for node in model.graph.node:
+        for name in node.output:
+            if name in known:
+                shared.append(name)
     with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
         copy = Path(folder) / "optimised.onnx"
         onnx.save(model, str(copy))
-        runs = [
-            (runtime.run_bare(file, shared, *call), runtime.run_bare(copy, shared, *call)) for call in calls
-        ]
+        runs = []
+        for call in calls:
+            runs.append((runtime.run_bare(file, shared, *call), runtime.run_bare(copy, shared, *call)))
     for audible in AUDIBLE:
         for expected, got in runs:
             found = _first_jump(model, expected, got, audible)
@@ -79,7 +84,10 @@ def _computed_by(node: Any, model: Any, compared: dict[str, Array]) -> Any:
     """
     from sparsebit.export.onnx.rewrites import MOVERS
 
-    made_by = {name: other for other in model.graph.node for name in other.output}
+    made_by = {}
+    for other in model.graph.node:
+        for name in other.output:
+            made_by[name] = other
     known = next((n for n in _in_front(node, made_by, compared) if _fails_its_probe(n.op_type)), None)
     if known is not None:
         return known
@@ -106,15 +114,19 @@ def _fails_its_probe(kernel: str) -> bool:
 
 
 def _noise_db(expected: Array, got: Array) -> float:
-    """Of codes and of values alike: against the spread of what was expected."""
+    """The noise of codes or of values in dB, against the spread of the expected ones."""
     if expected.shape != got.shape:
         return float("inf")
-    a, b = expected.astype(np.float64), got.astype(np.float64)
+    a = expected.astype(np.float64)
+    b = got.astype(np.float64)
     with np.errstate(invalid="ignore"):
-        noise, signal = float(np.nansum((a - b) ** 2)), float(np.nansum((a - np.nanmean(a)) ** 2))
+        noise = float(np.nansum((a - b) ** 2))
+        signal = float(np.nansum((a - np.nanmean(a)) ** 2))
     if not noise:
         return float("-inf")
-    return float(10 * np.log10(noise / signal)) if signal else float("inf")
+    if signal:
+        return float(10 * np.log10(noise / signal))
+    return float("inf")
 
 
 def _mend(kernel: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 GAP = 10.0  # between the sizes of two parts
-LEAST = 1e-6  # of the loudest part: what is below that is rounding of the loud ones
+LEAST = 1e-6  # of the loudest part: smaller values are rounding of the loud ones
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Part:
     size: int  # of the axis
 
     def name_in(self, output: str) -> str:
-        first, last = self.places[0], self.places[-1]
+        first = self.places[0]
+        last = self.places[-1]
         if len(self.places) == last - first + 1:
             return f"{output}[{':, ' * self.axis}{first}:{last + 1}]"
         return f"{output}, {len(self.places)} of {self.size} places on axis {self.axis}"
@@ -71,5 +72,7 @@ def _on_axis(x: Array, axis: int) -> tuple[float, list[Part]]:
     ratios = sizes[places[1:]] / sizes[places[:-1]]
     cuts = np.flatnonzero(ratios >= GAP) + 1
     groups = np.split(places, cuts)[:-1]
-    parts = [Part(axis, tuple(sorted(int(i) for i in group)), x.shape[axis]) for group in groups]
+    parts = []
+    for group in groups:
+        parts.append(Part(axis, tuple(sorted(int(i) for i in group)), x.shape[axis]))
     return float(ratios.max(initial=1.0)), parts

@@ -1,8 +1,8 @@
 """The certificate: the file is run and compared with the model that was measured.
 
-(a) locally, optimisation off: every quantizer's codes from the runtime's own input to it, and every op between
-    two quantizers recomputed in torch from the runtime's own values, so that a flipped code upstream can neither
-    hide nor fake an error; (b) end to end, in a plain session, as a user loads the file, every output by itself.
+(a) locally, optimisation off: the codes of every quantizer are computed again from the runtime's input to it, and every
+op between two quantizers is computed again in torch from the runtime's values. So a flipped code upstream can neither
+hide nor fake an error; (b) end to end, in a plain session, as a user loads the file, every output by itself.
 
 (b) must be within one of three limits: 6 dB above the model's own noise floor (how far its output moves when its
 input moves by 1e-5); 6 dB below the error of quantization itself, so that the file is at most 1 dB less accurate than
@@ -40,9 +40,8 @@ ON_GRID = 1e-3  # of a step: values that a quantizer gives lie on its grid
 MOST_AT_BOUNDARY = 1e-4  # of all codes: values that float rounding moves over a boundary
 ABOVE_FLOOR = 6.0  # dB
 BELOW_QUANTIZATION = 6.0  # dB: errors that add up to 1 dB
-QUIET = (
-    -40.0
-)  # dB of what changes with the input: what MatMulNBits adds, which rounds activations to 8 bits, is below it
+# dB of what changes with the input: what MatMulNBits adds, which rounds activations to 8 bits, is below it
+QUIET = -40.0
 LOUD = -10.0  # dB: a limit above this lets much pass
 
 
@@ -109,7 +108,7 @@ class QuantizerCheck:
 
 @dataclass
 class Certificate(Comparison):
-    """What was compared of a quantized model, and whether it holds."""
+    """The comparisons of a quantized model with its file, and their result."""
 
     quantizers: dict[str, QuantizerCheck] = field(default_factory=dict)
     wrong_biases: Counter[str] = field(default_factory=Counter)  # by weight quantizer: values off the model's
@@ -148,7 +147,8 @@ class Certificate(Comparison):
 
     def allowed(self, name: str) -> tuple[float, int]:
         """How far an output may be from the model's, in dB, and how many of its labels may differ."""
-        floor, quantization = self.floor_of(name), self.quantization.of(name)
+        floor = self.floor_of(name)
+        quantization = self.quantization.of(name)
         quiet = QUIET + (0.0 if self.rounds_inputs else self.runtime.of(name).moving_db)
         limits = (floor.noise_db + ABOVE_FLOOR, quantization.noise_db - BELOW_QUANTIZATION, quiet)
         rounding = 20 * math.log10(self.rounding)
@@ -175,12 +175,15 @@ class Certificate(Comparison):
 
     def remarks(self) -> list[str]:
         loud = {name: self.allowed(name)[0] for name in self.runtime.outputs}
-        return [
-            f"the output {name} moves by {self.floor_of(name).noise_db:.0f} dB when the input moves by 1e-5, so the "
-            f"comparison of outputs says little ({noise:.0f} dB are allowed); the quantizers were compared one by one"
-            for name, noise in loud.items()
-            if noise > LOUD and not self._holds_labels(name)
-        ]
+        found: list[str] = []
+        for name, noise in loud.items():
+            if noise > LOUD and not self._holds_labels(name):
+                moves = self.floor_of(name).noise_db
+                found.append(
+                    f"the output {name} moves by {moves:.0f} dB when the input moves by 1e-5, so the comparison of "
+                    f"outputs says little ({noise:.0f} dB are allowed); the quantizers were compared one by one"
+                )
+        return found
 
     def failures(self) -> list[str]:
         outputs = self.output_failures()
@@ -188,7 +191,7 @@ class Certificate(Comparison):
         return [*self.local_failures(), *start, *outputs]
 
     def local_failures(self) -> list[str]:
-        """Of (a), in the order of the graph."""
+        """The failures of (a), in the order of the graph."""
         found = []
         most = self._most_at_boundary()
         for name in self.order:
@@ -215,11 +218,12 @@ class Certificate(Comparison):
         return found
 
     def _holds_labels(self, name: str) -> bool:
-        """Of quantized scores many are equal, and float rounding decides which of them is the largest."""
+        """Do the labels hold? Many quantized scores are equal, and float rounding decides which of them is the
+        largest."""
         return self.runtime.outputs.get(name, OutputNoise()).holds_labels
 
     def _most_at_boundary(self) -> str:
-        """Where too many codes lie on another side of a boundary: the quantizer with the largest share of them."""
+        """The quantizer with the largest share of codes on the other side of a boundary, if they are too many."""
         allowed = max(MOST_AT_BOUNDARY * self.codes, 2)
         if self.at_boundary <= allowed or self.rounding != FLOAT_ROUNDING:
             return ""

@@ -46,7 +46,7 @@ def session(path: str | Path, optimised: bool = True, save: str | None = None) -
         options.optimized_model_filepath = save
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
+    except Exception as error:  # onnxruntime's own classes
         raise ExportError(f"{path}: onnxruntime does not load the file: {error}") from error
 
 
@@ -66,7 +66,7 @@ def run(loaded: Any, given: dict[str, Array]) -> list[Array]:
     """The outputs of a session."""
     try:
         found: list[Array] = loaded.run(None, given)
-    except Exception as error:
+    except Exception as error:  # onnxruntime's own classes
         raise ExportError(
             f"onnxruntime loads the file but does not run it: {error}\n"
             f"  fix: if it names a dimension, export with dynamic_axes, or give batches of the size of the dummy"
@@ -134,4 +134,7 @@ def kernels(path: Path) -> tuple[Counter[str], Counter[str]]:
 def torch_outputs(value: Any) -> list[Array]:
     """The tensors of an answer; numbers with a fraction as float32."""
     found = [as_array(t) for t in pytree.tree_leaves(value) if torch.is_tensor(t)]
-    return [x if x.dtype.kind in "iub" else x.astype(np.float32) for x in found]
+    result: list[Array] = []
+    for x in found:
+        result.append(x if x.dtype.kind in "iub" else x.astype(np.float32))
+    return result

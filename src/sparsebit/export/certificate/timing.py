@@ -19,13 +19,14 @@ from typing import Any
 
 from sparsebit.export.certificate.runtime import INTEGER, Array, run, session
 
-SECONDS, ROUNDS, RUNS = 2.0, 50, 3  # for all files together; rounds at most; runs of a file in its turn
+SECONDS = 2.0  # for all files together
+ROUNDS = 50  # at most
+RUNS = 3  # of a file in its turn
 PROFILED = 5  # runs, of which the best one of each op counts
 BORDERS = ("QuantizeLinear", "DequantizeLinear", "Transpose", "ReorderInput", "ReorderOutput", "Cast")
 SHOWN = 5  # ops that a report names
-SUFFIX = re.compile(
-    r"(_token_\d+|_nchwc|_quant|_fused)+$"
-)  # what the optimiser appends to the name of a node
+# what the optimiser appends to the name of a node
+SUFFIX = re.compile(r"(_token_\d+|_nchwc|_quant|_fused)+$")
 
 
 def best_times(files: Mapping[str, Path], given: Mapping[str, dict[str, Array]]) -> dict[str, float]:
@@ -162,7 +163,8 @@ def profile(path: Path, given: dict[str, Array]) -> tuple[list[OpTime], dict[str
 def _op_time(event: dict[str, Any], microseconds: float, per_value: Mapping[str, int]) -> OpTime:
     args = event["args"]
     node = SUFFIX.sub("", str(event["name"]).removesuffix("_kernel_time"))
-    inputs, outputs = args.get("input_type_shape", []), args.get("output_type_shape", [])
+    inputs = args.get("input_type_shape", [])
+    outputs = args.get("output_type_shape", [])
     op = str(args.get("op_name", ""))
     is_kernel = op.startswith(("QLinear", "MatMulInteger")) or op in INTEGER
     moves_codes = bool(inputs) and next(iter(inputs[0]), "") in ("uint8", "int8") and op not in BORDERS
@@ -174,7 +176,7 @@ def _op_time(event: dict[str, Any], microseconds: float, per_value: Mapping[str,
 
 
 def _products_per_value(graph: Any) -> dict[str, int]:
-    """By node: how many products make one value of its output, for layers with a weight."""
+    """The number of products that make one value of the output, for each node with a weight."""
     shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
     made = {output: node for node in graph.node for output in node.output}
     found = {}
@@ -198,17 +200,19 @@ def _products_per_value(graph: Any) -> dict[str, int]:
 
 
 def _modules(graph: Any) -> dict[str, str]:
-    """By node: the layer of the model that it comes from, which the exporter has written beside it."""
+    """The layer of the model that each node comes from, as the exporter has recorded it."""
     from sparsebit.export.onnx.graph_edit import MODULE
 
-    return {
-        node.name: entry.value
-        for node in graph.node
-        for entry in node.metadata_props
-        if entry.key == MODULE and entry.value
-    }
+    found: dict[str, str] = {}
+    for node in graph.node:
+        for entry in node.metadata_props:
+            if entry.key == MODULE and entry.value:
+                found[node.name] = entry.value
+    return found
 
 
 def _share(values: list[Any], counts: list[bool]) -> float:
     total = sum(values)
-    return sum(value for value, counted in zip(values, counts) if counted) / total if total else 0.0
+    if total:
+        return sum(value for value, counted in zip(values, counts) if counted) / total
+    return 0.0

@@ -26,7 +26,8 @@ NEEDS_OUTPUT = {
     "HardSigmoid": True,  # as a change of scale (integer_forms.py)
     "Softmax": True,
 }
-WEIGHT_BITS, INPUT_BITS = range(5, 9), range(2, 9)  # stored in types of 8 bits (export/onnx/types.py)
+WEIGHT_BITS = range(5, 9)  # stored in types of 8 bits (export/onnx/types.py)
+INPUT_BITS = range(2, 9)
 OUTPUT = "its output is not quantized"
 WRONG = "its integer kernel in onnxruntime computes wrong values"
 
@@ -51,7 +52,7 @@ def why_float(
 
 
 def why_float_grids(weight: QuantSpec | None, inputs: Sequence[QuantSpec]) -> str:
-    """The reason why values on these grids are dequantized before an op; empty: they are multiplied as they are."""
+    """The reason why values on these grids are dequantized before an op; empty: their codes are multiplied."""
     operands = [(spec, INPUT_BITS) for spec in inputs] + ([] if weight is None else [(weight, WEIGHT_BITS)])
     for spec, allowed in operands:
         if spec.bits >= allowed.stop:

@@ -1,4 +1,4 @@
-"""Which ops of a lowered graph cannot run in integers, and why: said before the runtime shows it."""
+"""The ops of a lowered graph that cannot run in integers, and the reasons: known before the runtime shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def why_float(model: ir.Model) -> dict[str, str]:
-    """By module path (or node name): the reason why the op stays float."""
+    """The reason why each op stays float, by module path (or node name)."""
     found: dict[str, str] = {}
     for node in model.graph:
         if node.domain or node.op_type not in (*EXPLAINED, *NO_KERNEL, *SMOOTH):
@@ -35,10 +35,12 @@ def reason_of(node: ir.Node) -> str:
         return f"onnxruntime has no integer kernel for {node.op_type}"
     if node.op_type in SMOOTH or _is_silu(node):
         x = node.inputs[0]
-        made = x.producer() if x is not None and node.op_type == "Erf" else None
+        made = None
+        if x is not None and node.op_type == "Erf":
+            made = x.producer()
         x = x if made is None else made.inputs[0]  # GELU: erf(x / sqrt(2))
         if x is None or _input_reason(x):
-            return ""  # a float activation between float values: nobody asked for integers
+            return ""  # a float activation between float values: no quantizer asks for integers
         return f"onnxruntime has no integer kernel for {SMOOTH.get(node.op_type, 'SiLU')}"
     if node.op_type == "Softmax" and is_wrong("QLinearSoftmax"):
         return WRONG
@@ -49,7 +51,9 @@ def reason_of(node: ir.Node) -> str:
             reason = _input_reason(value)
             if reason:
                 return reason
-    return _output_reason(node.outputs[0]) if NEEDS_OUTPUT[node.op_type] else ""
+    if NEEDS_OUTPUT[node.op_type]:
+        return _output_reason(node.outputs[0])
+    return ""
 
 
 def _is_stored_as_float(value: ir.Value) -> bool:
@@ -89,4 +93,6 @@ def _output_reason(value: ir.Value) -> str:
     other = next((u for u in users if u.op_type != "QuantizeLinear"), None)
     if other is not None:
         return f"{module_of(other)} ({other.op_type}) reads its output unquantized"
-    return "" if len(users) == 1 else "its readers quantize it in different ways"
+    if len(users) == 1:
+        return ""
+    return "its readers quantize it in different ways"

@@ -1,8 +1,9 @@
-"""Kernels of onnxruntime that compute something else than the graph asks for, each with a probe.
+"""Kernels of onnxruntime that compute something else than the graph, each with a probe.
 
 A probe builds a tiny file and runs it twice on this machine: with all optimisations, and with none. Placement avoids
-what is listed. A defect of the runtime is no longer listed once its probe passes with the installed version; one that
-depends on the CPU stays listed everywhere, because a file is used on other machines than the one that wrote it.
+the listed kernels. A defect of the runtime is no longer listed once its probe passes with the installed version. A
+defect that depends on the CPU stays listed everywhere, because a file is used on other machines than the one that wrote
+it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from sparsebit.export.kernels.why_float import FUSED_BEHIND, reason_of
-from sparsebit.export.onnx.graph_edit import array_of, constant, insert, readers
+from sparsebit.export.onnx.graph_edit import array_of, attribute_of, constant, insert, readers
 from sparsebit.export.onnx.lowered import BIAS_OF, Bias, Lowered
 from sparsebit.export.onnx.marks import Mark, Marks
 from sparsebit.export.onnx.types import container_bits
@@ -30,9 +30,10 @@ def integer_bias(model: ir.Model, marks: Marks, lowered: Lowered) -> None:
     calls: dict[str, list[tuple[Place, Array | None, Array]]] = {}
     for node in model.graph:
         place = _bias_of(node)
+        bias = None
         if place is not None:
             _fold_sum(place)
-        bias = array_of(place.node.inputs[place.idx]) if place is not None else None
+            bias = array_of(place.node.inputs[place.idx])
         if place is None or bias is None:
             continue
         x, w = owner.get(node.inputs[0].name or ""), owner.get(_weight_of(node))  # type: ignore[union-attr]
@@ -63,15 +64,16 @@ def _fold_sum(place: Place) -> None:
 
 
 def float_biases(model: ir.Model, lowered: Lowered) -> int:
-    """A layer that is computed in float has its bias as plain numbers; returns how many.
+    """Store the bias of a layer that is computed in float as plain numbers; returns the number of such layers.
 
     onnxruntime takes a convolution into its fast layout only if weight and bias are constants. A bias behind a
     DequantizeLinear made a depthwise convolution of 7 x 7 ten times slower. Where the output is quantized, the bias
-    stays as it is: onnxruntime would round a plain one on a grid that nobody else knows.
+    keeps its quantizer: onnxruntime would round a plain one on a grid that no other program knows.
     """
     changed = 0
     for node in list(model.graph):
-        name, users = node.metadata_props.get(BIAS_OF), readers(node.outputs[0])
+        name = node.metadata_props.get(BIAS_OF)
+        users = readers(node.outputs[0])
         if name is None or FLOAT not in node.meta or not users:
             continue
         if all(user.op_type == "Conv" and reason_of(user) and _is_read_in_float(user) for user in users):
@@ -90,7 +92,7 @@ def _is_read_in_float(node: ir.Node) -> bool:
 
 
 def _bias_of(node: ir.Node) -> Place | None:
-    """Where the bias goes in: an input of the layer itself, or of the Add behind a MatMul."""
+    """The place of the bias: an input of the layer itself, or of the Add behind a MatMul."""
     if node.op_type in WITH_BIAS and len(node.inputs) > 2 and node.inputs[2] is not None:
         return Place(node, 2)
     users = readers(node.outputs[0]) if node.op_type == "MatMul" else []
@@ -116,7 +118,7 @@ def _step(node: ir.Node, x: Mark, w: Mark, bias: Array) -> Array | None:
     step: Array = (
         x.qparams.scale.detach().cpu().float().numpy() * w.qparams.scale.detach().cpu().float().numpy()
     )
-    groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
+    groups = attribute_of(node, "group", 1)
     if step.size == 1:
         return step.reshape(())
     if step.size * groups == bias.size:  # a grouped transposed convolution: the groups share their scales

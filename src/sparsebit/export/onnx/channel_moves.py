@@ -21,7 +21,10 @@ def shuffles_as_gathers(model: ir.Model) -> int:
     """Slices with steps and shuffles, both along the channels of images, become a Gather."""
     changed = 0
     for node in list(model.graph):
-        order = _order_of_slice(node) if node.op_type == "Slice" else _order_of_shuffle(node)
+        if node.op_type == "Slice":
+            order = _order_of_slice(node)
+        else:
+            order = _order_of_shuffle(node)
         if order is not None:
             _gather(node, order)
             changed += 1
@@ -45,13 +48,17 @@ def _order_of_slice(node: ir.Node) -> list[int] | None:
 def _order_of_shuffle(last: ir.Node) -> list[int] | None:
     """Reshape, Transpose, Reshape that only put the channels in another order; `last` is the second Reshape."""
     turn = _before(last, "Reshape", "Transpose")
-    first = None if turn is None else _before(turn, "Transpose", "Reshape")
+    if turn is None:
+        first = None
+    else:
+        first = _before(turn, "Transpose", "Reshape")
     if turn is None or first is None:
         return None
     x, inner, out = (_sizes(value) for value in (first.inputs[0], first.outputs[0], last.outputs[0]))
     if x is None or inner is None or len(x) != 4 or x != out or len(inner) != 5:
         return None
-    groups, members = inner[1], inner[2]
+    groups = inner[1]
+    members = inner[2]
     is_split = inner[:1] == x[:1] and inner[3:] == x[2:]
     if not is_split or not isinstance(groups, int) or not isinstance(members, int):
         return None
@@ -75,7 +82,9 @@ def _sizes(value: ir.Value | None) -> list[Any] | None:
     """Numbers and names of sizes; None if a size is neither."""
     if value is None or value.shape is None:
         return None
-    sizes = [size if isinstance(size, int) else size.value for size in value.shape]
+    sizes = []
+    for size in value.shape:
+        sizes.append(size if isinstance(size, int) else size.value)
     return None if None in sizes else sizes
 
 
@@ -92,7 +101,8 @@ def _gather(node: ir.Node, order: list[int]) -> None:
     name = f"{node.name}/gather"
     wanted = constant(graph, f"{name}/order", np.asarray(order, np.int64))
     out = insert(node, "Gather", [replaced[-1].inputs[0], wanted], name, {"axis": CHANNELS})
-    out.shape, out.type = node.outputs[0].shape, node.outputs[0].type
+    out.shape = node.outputs[0].shape
+    out.type = node.outputs[0].type
     replace(node, out)
     for unused in replaced[1:]:
         graph.remove(unused, safe=True)

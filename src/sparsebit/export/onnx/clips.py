@@ -35,7 +35,7 @@ def absorb_clips(model: ir.Model, marks: Marks, in_codes: bool = True) -> int:
 
 
 def _bounds(node: ir.Node) -> list[Clip] | None:
-    """What the node clips to, one pair or one per channel; None: it does something else."""
+    """The bounds to which the node clips, one pair or one per channel; None: it does something else."""
     if node.domain or node.op_type not in ("Relu", "Clip", "Min", "Max"):
         return None
     if node.op_type == "Relu":
@@ -49,7 +49,9 @@ def _bounds(node: ir.Node) -> list[Clip] | None:
     if len(limits) != 1 or limits[0] is None or array_of(node.inputs[0]) is not None:
         return None
     values = [float(v) for v in limits[0].flatten()]
-    return [(None, v) if node.op_type == "Min" else (v, None) for v in values]
+    if node.op_type == "Min":
+        return [(None, v) for v in values]
+    return [(v, None) for v in values]
 
 
 def _takes(user: ir.Node, bounds: list[Clip], marks: Marks, in_codes: bool) -> bool:

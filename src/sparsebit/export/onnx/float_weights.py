@@ -1,8 +1,8 @@
 """Weights of layers that onnxruntime computes in float, stored as float.
 
 Codes behind a DequantizeLinear save space, but a float kernel then unpacks them in every run and cannot prepare them: a
-convolution takes two to three times as long. The values stay those of the grid. A file that holds only weights in codes
-(the presets w8 and w4) is about its size, and stays as it is.
+convolution takes two to three times as long. The values stay those of the grid. A file with weights in codes only (the
+presets w8 and w4) is made for its size, and is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def store_as_float(model: ir.Model, marks: Marks) -> int:
         return 0
     changed = 0
     for node in list(model.graph):
-        codes = node.inputs[0] if node.op_type == "DequantizeLinear" else None
+        codes = None
+        if node.op_type == "DequantizeLinear":
+            codes = node.inputs[0]
         is_weight = node.metadata_props.get(KIND) == "weight" and "block_size" not in node.attributes
         if codes is None or not is_weight or codes.dtype not in BYTES:
             continue
@@ -45,13 +47,16 @@ def _takes_codes(user: ir.Node) -> bool:
 
 def _store(node: ir.Node) -> None:
     codes, scale, zero = (array_of(value) for value in node.inputs[:3])
-    graph, out = node.graph, node.outputs[0]
+    graph = node.graph
+    out = node.outputs[0]
     assert codes is not None and scale is not None and zero is not None and isinstance(graph, ir.Graph)
     if scale.ndim:
         shape = [1] * codes.ndim
         shape[node.attributes["axis"].as_int()] = -1
-        scale, zero = scale.reshape(shape), zero.reshape(shape)
+        scale = scale.reshape(shape)
+        zero = zero.reshape(shape)
     values = (codes.astype("int32") - zero.astype("int32")).astype("float32") * scale
-    name, out.name = out.name or "", None
+    name = out.name or ""
+    out.name = None
     out.replace_all_uses_with(constant(graph, name, values.astype("float32")))
     graph.remove(node, safe=True)

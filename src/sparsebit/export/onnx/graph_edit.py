@@ -14,6 +14,14 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # torch's exporter writes the modules aro
 MODULE = "sparsebit.module"  # in a finished file: the innermost of them
 
 
+def attribute_of(node: ir.Node, name: str, default: Any) -> Any:
+    """The value of an attribute, or `default` if the node does not have it."""
+    found = node.attributes.get(name)
+    if found is None:
+        return default
+    return found.value
+
+
 def is_mark(node: ir.Node | None) -> bool:
     return node is not None and node.op_type == OP and node.domain == DOMAIN
 
@@ -29,7 +37,9 @@ def name_of(node: ir.Node) -> str:
 
 def call_of(node: ir.Node) -> int:
     """Which of the calls of its quantizer a mark is."""
-    return int(node.attributes[CALL].value) if CALL in node.attributes else 0
+    if CALL in node.attributes:
+        return int(node.attributes[CALL].value)
+    return 0
 
 
 def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
@@ -44,7 +54,10 @@ def constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 def array_of(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
     """The numbers of a constant value, or None."""
-    found = None if value is None else ir.convenience.get_const_tensor(value)
+    if value is None:
+        found = None
+    else:
+        found = ir.convenience.get_const_tensor(value)
     return None if found is None else found.numpy()
 
 
@@ -57,26 +70,32 @@ def insert(
 ) -> ir.Value:
     """A new node in front of another; its single output, named like the node."""
     node = ir.node(op, inputs, attributes=attributes or {}, name=name)
-    out, first = node.outputs[0], inputs[0]
+    out = node.outputs[0]
+    first = inputs[0]
     for key in (SCOPES, MODULE):  # it belongs to the same module
         if key in before.metadata_props:
             node.metadata_props[key] = before.metadata_props[key]
     out.name = f"{name}/out"
     if first is not None:
-        out.type, out.shape = first.type, first.shape  # right for most; others set their own
+        # right for most ops; others set their own
+        out.type = first.type
+        out.shape = first.shape
     assert before.graph is not None
     before.graph.insert_before(before, [node])
     return out
 
 
 def replace(node: ir.Node, value: ir.Value) -> None:
-    """Everybody who read the node's output reads `value`; the node goes, a graph output keeps its name."""
-    old, graph = node.outputs[0], node.graph
+    """All readers of the node's output read `value` instead. The node is removed; a graph output keeps its name."""
+    old = node.outputs[0]
+    graph = node.graph
     assert isinstance(graph, ir.Graph)
-    value.shape, value.type = value.shape or old.shape, value.type or old.type
+    value.shape = value.shape or old.shape
+    value.type = value.type or old.type
     for i, out in enumerate(graph.outputs):
         if out is old:
-            name, old.name = old.name, None
+            name = old.name
+            old.name = None
             graph.outputs[i] = insert(node, "Identity", [value], f"{name}/end")
             graph.outputs[i].name = name
     old.replace_all_uses_with(value)
@@ -119,7 +138,7 @@ def module_of(node: ir.Node) -> str:
 
 
 def clean(model: ir.Model) -> None:
-    """Drop what nobody reads, and stack traces of this machine; the module of each node stays."""
+    """Remove values without a reader, and stack traces of this machine; the module of each node is kept."""
     import onnx_ir.passes.common as common
 
     common.RemoveUnusedNodesPass()(model)

@@ -17,12 +17,21 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sparsebit.export.onnx.graph_edit import array_of, constant, insert, made_by, readers, replace
+from sparsebit.export.onnx.graph_edit import (
+    array_of,
+    attribute_of,
+    constant,
+    insert,
+    made_by,
+    readers,
+    replace,
+)
 from sparsebit.export.onnx.lowered import Lowered
 
 LARGEST_POOL = 9  # places: smaller pools stay integer
 BLOCK = 16  # channels of the blocked layout, with AVX-512; 8 with AVX2
-TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # where the channels of images go
+TO_LAST = [0, 2, 3, 1]  # moves the channels of images
+TO_FIRST = [0, 3, 1, 2]
 
 
 def pools_as_convs(model: ir.Model) -> int:
@@ -31,7 +40,9 @@ def pools_as_convs(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type == "AveragePool" and _is_between_codes(node) and _has_one_divisor(node):
             x = node.inputs[0]
-            channels = x.shape[1] if x is not None and x.shape is not None and len(x.shape) > 2 else None
+            channels = None
+            if x is not None and x.shape is not None and len(x.shape) > 2:
+                channels = x.shape[1]
             if isinstance(channels, int):
                 _pool_as_conv(node, channels)
                 changed += 1
@@ -40,12 +51,12 @@ def pools_as_convs(model: ir.Model) -> int:
 
 def _has_one_divisor(node: ir.Node) -> bool:
     def ints(key: str, default: list[int]) -> list[int]:
-        return list(node.attributes[key].as_ints()) if key in node.attributes else default
+        return list(attribute_of(node, key, default))
 
     def number(key: str) -> int:
-        return node.attributes[key].as_int() if key in node.attributes else 0
+        return int(attribute_of(node, key, 0))
 
-    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    auto = attribute_of(node, "auto_pad", "NOTSET")
     is_padded = any(ints("pads", [0]))
     return (
         auto == "NOTSET" and not number("ceil_mode") and (not is_padded or bool(number("count_include_pad")))
@@ -74,11 +85,13 @@ def _pool_as_conv(node: ir.Node, channels: int) -> None:
 def _take_place(node: ir.Node, out: ir.Value) -> None:
     """`out` replaces the output of `node`, under the name by which the certificate knows it."""
     old = node.outputs[0]
-    out.type, out.shape = old.type, old.shape
+    out.type = old.type
+    out.shape = old.shape
     if old.is_graph_output():
         replace(node, out)  # keeps the name for the output
         return
-    name, old.name = old.name, None
+    name = old.name
+    old.name = None
     replace(node, out)
     out.name = name
 
@@ -98,10 +111,13 @@ def _is_pointwise(node: ir.Node) -> bool:
     def only(key: str, value: int) -> bool:
         return key not in node.attributes or set(node.attributes[key].as_ints()) == {value}
 
-    groups = node.attributes["group"].as_int() if "group" in node.attributes else 1
-    auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+    groups = attribute_of(node, "group", 1)
+    auto = attribute_of(node, "auto_pad", "NOTSET")
     weight = node.inputs[1]
-    shape = None if weight is None or weight.shape is None else weight.shape.numpy()
+    if weight is None or weight.shape is None:
+        shape = None
+    else:
+        shape = weight.shape.numpy()
     plain = only("pads", 0) and only("strides", 1) and groups == 1 and auto in ("NOTSET", "VALID")
     return plain and shape is not None and shape[2:] == (1, 1)
 
@@ -122,7 +138,8 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
         return 0
     if bias and bias[0] is not None and bias[0].producer() is None:
         return 0  # a float bias: the integer Gemm adds int32
-    graph, name = node.graph, f"{node.name}/as_product"
+    graph = node.graph
+    name = f"{node.name}/as_product"
     assert isinstance(graph, ir.Graph) and scale is not None and zero is not None
     matrix = constant(graph, f"{stored.inputs[0].name}/matrix", codes.reshape(len(codes), -1).T)  # type: ignore[union-attr]
     stored.replace_input_with(0, matrix)
@@ -133,7 +150,10 @@ def _as_product(node: ir.Node, lowered: Lowered) -> int:
         if site.after == stored.outputs[0].name:
             site.transposed = True
     last = insert(node, "Transpose", [x], f"{name}/last", {"perm": TO_LAST})
-    last.shape = None if x.shape is None else ir.Shape([x.shape[i] for i in TO_LAST])
+    if x.shape is None:
+        last.shape = None
+    else:
+        last.shape = ir.Shape([x.shape[i] for i in TO_LAST])
     places = constant(graph, f"{name}/places", np.asarray([-1, codes.shape[1]], np.int64))
     rows = insert(node, "Reshape", [last, places], f"{name}/rows")
     rows.shape = None
@@ -149,11 +169,14 @@ def _shape_of_images(node: ir.Node, last: ir.Value, channels: int, name: str) ->
     """(batch, height, width, channels): a constant where at most the batch is free."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    sizes = [None] if last.shape is None else [last.shape[1], last.shape[2]]
+    sizes: list[Any] = [None]
+    if last.shape is not None:
+        sizes = [last.shape[1], last.shape[2]]
     if all(isinstance(size, int) for size in sizes):
         return constant(graph, f"{name}/shape", np.asarray([-1, *sizes, channels], np.int64))
     shape = insert(node, "Shape", [last], f"{name}/sizes", {"start": 0, "end": 3})
-    shape.type, shape.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([3])
+    shape.type = ir.TensorType(ir.DataType.INT64)
+    shape.shape = ir.Shape([3])
     count = constant(graph, f"{name}/channels", np.asarray([channels], np.int64))
     whole = insert(node, "Concat", [shape, count], f"{name}/shape", {"axis": 0})
     whole.shape = ir.Shape([4])
@@ -166,9 +189,12 @@ def large_pools_in_blocks(model: ir.Model) -> int:
     for node in list(model.graph):
         if node.op_type != "MaxPool" or "kernel_shape" not in node.attributes:
             continue
-        x, made = node.inputs[0], made_by(node.inputs[0])
+        x = node.inputs[0]
+        made = made_by(node.inputs[0])
         window = node.attributes["kernel_shape"].as_ints()
-        channels = x.shape[1] if x is not None and x.shape is not None and len(x.shape) == 4 else None
+        channels = None
+        if x is not None and x.shape is not None and len(x.shape) == 4:
+            channels = x.shape[1]
         reads_codes = made is not None and made.op_type == "DequantizeLinear"
         if (
             reads_codes
@@ -194,13 +220,17 @@ def hard_sigmoids_as_scales(model: ir.Model, lowered: Lowered) -> int:
 
 
 def _as_scale(node: ir.Node, lowered: Lowered) -> int:
-    graph, read, written = node.graph, made_by(node.inputs[0]), readers(node.outputs[0])[0]
+    graph = node.graph
+    read = made_by(node.inputs[0])
+    written = readers(node.outputs[0])[0]
     assert isinstance(graph, ir.Graph) and read is not None
-    scale, step, zero = array_of(read.inputs[1]), array_of(written.inputs[1]), array_of(written.inputs[2])
+    scale = array_of(read.inputs[1])
+    step = array_of(written.inputs[1])
+    zero = array_of(written.inputs[2])
     if scale is None or step is None or zero is None or scale.size > 1 or step.size > 1 or zero.any():
         return 0
-    slope = node.attributes["alpha"].as_float() if "alpha" in node.attributes else 0.2
-    shift = node.attributes["beta"].as_float() if "beta" in node.attributes else 0.5
+    slope = attribute_of(node, "alpha", 0.2)
+    shift = attribute_of(node, "beta", 0.5)
     steps = shift / float(step)
     top = np.iinfo(zero.dtype).max
     if zero.dtype != np.uint8 or steps != round(steps) or not 0 <= steps <= top or top * float(step) > 1:
@@ -210,22 +240,27 @@ def _as_scale(node: ir.Node, lowered: Lowered) -> int:
     x = insert(node, "DequantizeLinear", [read.inputs[0], smaller, read.inputs[2]], f"{name}/DQ")
     x.type = ir.TensorType(ir.DataType.FLOAT)
     same = insert(node, "LeakyRelu", [x], f"{name}/same", {"alpha": 1.0})
-    same.type, same.shape = x.type, node.outputs[0].shape
+    same.type = x.type
+    same.shape = node.outputs[0].shape
     written.replace_input_with(2, constant(graph, f"{name}/zero_point", np.uint8(round(steps))))
     before = node.outputs[0].name
     replace(node, same)
     is_read = bool(readers(read.outputs[0])) or read.outputs[0].is_graph_output()
     for site in lowered.sites:
         if site.before == before:
-            site.before, site.shift, site.clip = same.name or "", shift, (0.0, 1.0)
+            site.before = same.name or ""
+            site.shift = shift
+            site.clip = (0.0, 1.0)
         if site.after == read.outputs[0].name and not is_read:
-            site.after, site.factor = x.name or "", slope
+            site.after = x.name or ""
+            site.factor = slope
     return 1
 
 
 def _is_between_codes(node: ir.Node) -> bool:
     """Does it read codes of 8 bits on one scale, and does one quantizer read its output?"""
-    made, users = made_by(node.inputs[0]), readers(node.outputs[0])
+    made = made_by(node.inputs[0])
+    users = readers(node.outputs[0])
     if made is None or made.op_type != "DequantizeLinear" or made.inputs[0] is None:
         return False
     is_plain = made.inputs[0].dtype == ir.DataType.UINT8 and "axis" not in made.attributes

@@ -25,17 +25,15 @@ class Site:
     after: str
     before: str = ""  # a weight has none
     hoisted: bool = False  # the values before it are on the grid already: a copy of it stands further up
-    clip: Clip = (
-        None,
-        None,
-    )  # an activation that only clips, taken in: the values before it are not clipped yet
+    # an activation that only clips, taken in: the values before it are not clipped yet
+    clip: Clip = (None, None)
     transposed: bool = False  # a weight that is stored as (inputs, outputs)
     shift: float = 0.0  # what the zero point adds: the values before it lack this summand
     factor: float = 1.0  # the values after it are read on a grid with this times the scale
 
 
 class Bias(NamedTuple):
-    """What a file adds: int32 codes on the grid of input times weight."""
+    """A bias of the file: int32 codes on the grid of input times weight."""
 
     codes: np.ndarray[Any, Any]
     step: np.ndarray[Any, Any]
@@ -52,7 +50,7 @@ def _default(name: str) -> tuple[Any, ...]:
 
 @dataclass
 class Lowered:
-    """What lowering did, by quantizer name."""
+    """The result of lowering, by quantizer name."""
 
     sites: list[Site] = field(default_factory=list)
     bias: dict[str, Bias] = field(default_factory=dict)  # by weight quantizer
@@ -76,12 +74,12 @@ class Lowered:
         short = [astuple(site) for site in self.sites]
         for i, site in enumerate(self.sites):
             while len(short[i]) > 1 and short[i][-1] == _default(site.name)[len(short[i]) - 1]:
-                short[i] = short[i][:-1]  # what goes without saying
+                short[i] = short[i][:-1]  # the default is not stored
         return json.dumps(short, separators=(",", ":"))
 
     @classmethod
     def of_file(cls, model: ir.Model) -> Lowered:
-        """As `to_json` wrote it; the biases are read from the graph itself."""
+        """Read the text of `to_json`; the biases are read from the graph itself."""
         try:
             known = json.loads(model.metadata_props[LOWERED])
         except ValueError as error:
@@ -97,6 +95,6 @@ class Lowered:
             if BIAS_OF in node.metadata_props:
                 name, (codes, step) = node.metadata_props[BIAS_OF], map(array_of, node.inputs[:2])
                 if codes is None or step is None:
-                    raise ExportError(f"{name}: the bias beside it is no constant; export the model again")
+                    raise ExportError(f"{name}: the bias beside it is not a constant; export the model again")
                 bias[name] = Bias(codes, step)
         return cls(sites, bias)

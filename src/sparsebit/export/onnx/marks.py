@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sparsebit.numeric import QParams, QuantSpec
 
-DOMAIN, OP, KEY = "sparsebit", "FakeQuant", "quantizer"
+DOMAIN = "sparsebit"
+OP = "FakeQuant"
+KEY = "quantizer"
 CALL = "call"  # which of its calls: two on the same value stay two, and in order
 
 
@@ -35,12 +37,17 @@ class Mark:
 
     @property
     def scheme(self) -> str:
-        """As the config calls it."""
-        per = "group" if self.spec.group is not None else "channel" if self.spec.per_channel else "tensor"
+        """The scheme in the words of the config."""
+        if self.spec.group is not None:
+            per = "group"
+        elif self.spec.per_channel:
+            per = "channel"
+        else:
+            per = "tensor"
         return self.stored_as or f"per-{per}-{'symmetric' if self.spec.symmetric else 'affine'}"
 
     def unsigned(self) -> Mark:
-        """The same values with codes from 0 on: every code and the zero point are shifted by half the range."""
+        """The grid with codes from 0 on: every code and the zero point are shifted by half the range."""
         if not self.spec.symmetric or self.spec.narrow:
             return self
         spec = QuantSpec(self.spec.bits, False, self.spec.axis, group=self.spec.group)
@@ -48,7 +55,7 @@ class Mark:
         return replace(self, spec=spec, qparams=moved, stored_as=self.scheme)
 
     def describe(self) -> dict[str, str]:
-        """What is written beside its nodes in the file."""
+        """The facts that the file has beside the nodes of this quantizer."""
         kind = "weight" if self.is_weight else "activation"
         return {
             "sparsebit.quantizer": self.name,

@@ -1,4 +1,4 @@
-"""Packed weights, for runtimes that multiply them as they are: stored as (inputs, outputs), in front of a MatMul.
+"""Packed weights, for runtimes that multiply codes directly: stored as (inputs, outputs), in front of a MatMul.
 
 onnxruntime makes a MatMulNBits, TensorRT an int4 product, of DequantizeLinear -> MatMul. torch's
 exporter writes a Linear as Gemm(transB=1), or as Transpose -> MatMul.
@@ -26,7 +26,10 @@ def packed_products(model: ir.Model, marks: Marks) -> int:
         if users and all(_is_product(user) for user in users):
             node.metadata_props[TRANSPOSED] = "1"
             weight = node.outputs[0]
-            weight.shape = None if weight.shape is None else ir.Shape(list(weight.shape)[::-1])
+            if weight.shape is None:
+                weight.shape = None
+            else:
+                weight.shape = ir.Shape(list(weight.shape)[::-1])
             for user in users:
                 replace(user, weight if user.op_type == "Transpose" else _as_matmul(user))
             changed += 1

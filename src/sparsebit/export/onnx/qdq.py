@@ -34,7 +34,7 @@ def lower_marks(model: ir.Model, marks: Marks) -> Lowered:
     for node in sorted(marks_in(model), key=call_of):
         name = name_of(node)
         if name not in marks:
-            raise ExportError(f"{name}: is in the exported graph, but is no quantizer of the model")
+            raise ExportError(f"{name}: is in the exported graph, but is not a quantizer of the model")
         seen.add(name)
         site = (_lower_weight if marks[name].is_weight else _lower_activation)(node, marks[name])
         if "copy" not in node.metadata_props:
@@ -69,27 +69,32 @@ def _on_cpu(mark: Mark) -> tuple[torch.Tensor, torch.Tensor]:
 def grid(
     graph: ir.Graph, mark: Mark, stem: str, ndim: int, transposed: bool = False
 ) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
-    """Scale and zero point as initializers, and the attributes that say what they belong to."""
+    """Scale and zero point as initializers, and the attributes that describe their place."""
     scale, zero = (t.numpy() for t in _on_cpu(mark))
     axis = channel_axis(ndim, mark.spec.axis) if scale.size > 1 else None
     shape: tuple[int, ...] = () if axis is None else (-1,)  # runtimes want a scalar, not a vector of one
-    attributes = {} if axis is None else {"axis": 1 - axis if transposed else axis}
+    if axis is None:
+        attributes = {}
+    else:
+        attributes = {"axis": 1 - axis if transposed else axis}
     if mark.spec.group is not None and mark.weight is not None:
         shape = (len(mark.weight), -1)
         attributes = {"axis": 0 if transposed else 1, "block_size": mark.spec.group}
     codes = zero.reshape(shape).astype(np.int32).astype(container(mark))
     scale = scale.reshape(shape)
     if transposed:
-        codes, scale = codes.T, scale.T
+        codes = codes.T
+        scale = scale.T
     return (
         constant(graph, f"{stem}/scale", scale),
-        constant(graph, f"{stem}/zero_point", codes),  # of its own: onnxruntime may replace it
+        constant(graph, f"{stem}/zero_point", codes),  # a copy, because onnxruntime may replace it
         attributes,
     )
 
 
 def _lower_weight(node: ir.Node, mark: Mark) -> Site:
-    graph, after = node.graph, f"{mark.name}/DQ/out"
+    graph = node.graph
+    after = f"{mark.name}/DQ/out"
     assert isinstance(graph, ir.Graph) and mark.weight is not None
     transposed = TRANSPOSED in node.metadata_props
     known = next((n.outputs[0] for n in graph if n.outputs and n.outputs[0].name == after), None)
@@ -107,12 +112,15 @@ def _lower_weight(node: ir.Node, mark: Mark) -> Site:
 
 
 def _lower_activation(node: ir.Node, mark: Mark) -> Site:
-    graph, x = node.graph, node.inputs[0]
+    graph = node.graph
+    x = node.inputs[0]
     assert isinstance(graph, ir.Graph) and x is not None and x.name is not None
     kind = x.dtype
-    stem, calls = mark.name, 1
+    stem = mark.name
+    calls = 1
     while f"{stem}/scale" in graph.initializers:  # the layer is called again
-        stem, calls = f"{mark.name}#{calls}", calls + 1
+        stem = f"{mark.name}#{calls}"
+        calls = calls + 1
     scale, zero, axis = grid(graph, mark, stem, len(x.shape) if x.shape is not None else 4)
     x = _cast(node, x, FLOAT, f"{stem}/as_float")
     before = x.name or ""  # behind the cast: onnxruntime may compute in float32 and leave out both casts
@@ -148,15 +156,16 @@ def _clip_codes(node: ir.Node, codes: ir.Value, mark: Mark, stem: str) -> ir.Val
         return codes
     graph = node.graph
     assert isinstance(graph, ir.Graph)
-    bounds = [
-        constant(graph, f"{stem}/{k}", np.asarray(v, kind)) for k, v in (("lowest", bottom), ("highest", top))
-    ]
+    bounds = []
+    for k, v in (("lowest", bottom), ("highest", top)):
+        bounds.append(constant(graph, f"{stem}/{k}", np.asarray(v, kind)))
     return insert(node, "Clip", [codes, *bounds], f"{stem}/Clip")
 
 
 def _clip_values(node: ir.Node, x: ir.Value, mark: Mark, stem: str) -> ir.Value:
     """Codes of 16 bits have no Clip in onnxruntime: saturate before rounding."""
-    graph, spec = node.graph, mark.spec
+    graph = node.graph
+    spec = mark.spec
     assert isinstance(graph, ir.Graph)
     scale, zero = (t.double() for t in _on_cpu(mark))
     ndim = len(x.shape) if x.shape is not None else 4

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import TopologicalSortPass
 
 from sparsebit.export.onnx.graph_edit import (
     array_of,
+    attribute_of,
     insert,
     is_mark,
     made_by,
@@ -42,7 +43,8 @@ def merge_equal(model: ir.Model, marks: Marks) -> dict[str, str]:
             clip = node.metadata_props.get("clip")
             same[id(node.inputs[0]), clip, _grid(mark)].append(node)
     for nodes in same.values():
-        first, kept = nodes[0], min(nodes, key=lambda node: (_is_copy(node), calls[name_of(node)] > 1))
+        first = nodes[0]
+        kept = min(nodes, key=lambda node: (_is_copy(node), calls[name_of(node)] > 1))
         if kept is not first:
             assert kept.graph is not None
             kept.graph.remove(kept)
@@ -77,12 +79,14 @@ def mean_to_pool(model: ir.Model) -> int:
     changed = 0
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "ReduceMean" else None
-        axes = array_of(node.inputs[1]) if x is not None and len(node.inputs) > 1 else None
+        axes = None
+        if x is not None and len(node.inputs) > 1:
+            axes = array_of(node.inputs[1])
         if x is None or axes is None or x.shape is None or len(x.shape) != 4:
             continue
         if sorted(int(a) % 4 for a in axes.flatten()) != [2, 3]:
             continue
-        keep = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
+        keep = attribute_of(node, "keepdims", 1)
         pooled = insert(node, "GlobalAveragePool", [x], f"{node.name}/pool")
         pooled.shape = ir.Shape([*x.shape[:2], 1, 1])
         if not keep:
@@ -99,11 +103,16 @@ def fold_pads(model: ir.Model) -> int:
     for node in list(model.graph):
         x = node.inputs[0] if node.op_type == "Conv" else None
         pad = x.producer() if x is not None else None
-        amounts = _zeros_around(pad) if pad is not None and pad.op_type == "Pad" else None
-        auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
+        amounts = None
+        if pad is not None and pad.op_type == "Pad":
+            amounts = _zeros_around(pad)
+        auto = attribute_of(node, "auto_pad", "NOTSET")
         if pad is None or amounts is None or auto != "NOTSET":
             continue
-        old = list(node.attributes["pads"].as_ints()) if "pads" in node.attributes else [0] * len(amounts)
+        if "pads" in node.attributes:
+            old = list(node.attributes["pads"].as_ints())
+        else:
+            old = [0] * len(amounts)
         node.attributes["pads"] = ir.AttrInt64s("pads", [a + b for a, b in zip(old, amounts)])
         node.replace_input_with(0, pad.inputs[0])
         changed += 1
@@ -111,8 +120,9 @@ def fold_pads(model: ir.Model) -> int:
 
 
 def _zeros_around(pad: ir.Node) -> list[int] | None:
-    """As `pads` of a convolution has them: the beginnings of all axes, then the ends."""
-    amounts, value = array_of(pad.inputs[1]), array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
+    """Zeros around, in the order of `pads` of a convolution: the beginnings of all axes, then the ends."""
+    amounts = array_of(pad.inputs[1])
+    value = array_of(pad.inputs[2]) if len(pad.inputs) > 2 else None
     has_value = len(pad.inputs) > 2 and pad.inputs[2] is not None
     if _mode(pad) != "constant" or amounts is None or (has_value and (value is None or value.any())):
         return None
@@ -135,7 +145,8 @@ def gelu_order(model: ir.Model) -> int:
             if inner is None or inner.op_type != "Mul" or len(readers(inner.outputs[0])) != 1:
                 continue
             half, rest = inner.inputs if array_of(inner.inputs[0]) is not None else inner.inputs[::-1]
-            value, made = array_of(half), rest.producer() if rest is not None else None
+            value = array_of(half)
+            made = rest.producer() if rest is not None else None
             if (
                 value is None
                 or value.size != 1
@@ -174,12 +185,16 @@ def _hoist_one(node: ir.Node, marks: Marks) -> int:
     ):
         return 0  # Split: another grid, or none, is behind the other pieces
     added = 0
-    inputs = mover.inputs if mover.op_type == "Concat" else mover.inputs[:1]
+    if mover.op_type == "Concat":
+        inputs = mover.inputs
+    else:
+        inputs = mover.inputs[:1]
     for i, x in enumerate(inputs):
         if x is None or array_of(x) is not None or is_mark(x.producer()):
             continue
         copy = ir.node(OP, [x], attributes={KEY: name_of(node)}, domain=DOMAIN, name=f"{node.name}/before{i}")
-        copy.outputs[0].shape, copy.outputs[0].type = x.shape, x.type
+        copy.outputs[0].shape = x.shape
+        copy.outputs[0].type = x.type
         copy.metadata_props["copy"] = "1"
         assert mover.graph is not None
         mover.graph.insert_before(mover, [copy])
@@ -204,7 +219,7 @@ def _is_float_conv(value: ir.Value | None) -> bool:
 
 def _is_mover(node: ir.Node) -> bool:
     if node.op_type == "Resize":
-        return "mode" in node.attributes and node.attributes["mode"].as_string() == "nearest"
+        return bool(attribute_of(node, "mode", "") == "nearest")
     if node.op_type == "Pad":
         return _pads_on_grid(node)
     return node.op_type in MOVERS and not node.domain
@@ -219,7 +234,7 @@ def _pads_on_grid(pad: ir.Node) -> bool:
 
 
 def _mode(pad: ir.Node) -> str:
-    return pad.attributes["mode"].as_string() if "mode" in pad.attributes else "constant"
+    return str(attribute_of(pad, "mode", "constant"))
 
 
 def _only_same(value: ir.Value | None, node: ir.Node, marks: Marks) -> bool:
@@ -247,7 +262,9 @@ def shapes_of_codes(model: ir.Model) -> int:
     changed = 0
     for node in list(model.graph):
         value = node.inputs[0] if node.op_type == "Shape" else None
-        quantize = [user for user in readers(value) if user.op_type == "QuantizeLinear"] if value else []
+        quantize = []
+        if value:
+            quantize = [user for user in readers(value) if user.op_type == "QuantizeLinear"]
         if quantize:
             node.replace_input_with(0, quantize[0].outputs[0])
             changed += 1
@@ -269,7 +286,8 @@ def pads_of_codes(model: ir.Model, lowered: Lowered) -> int:
         padded.shape = node.outputs[0].shape
         for site in lowered.sites:
             if site.before == node.outputs[0].name:  # nothing is rounded here any more
-                site.before, site.hoisted = site.after, True
+                site.before = site.after
+                site.hoisted = True
         replace(after, padded)
         changed += 1
     return changed
@@ -278,24 +296,30 @@ def pads_of_codes(model: ir.Model, lowered: Lowered) -> int:
 def _around(pad: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
     """The DequantizeLinear in front, and the QuantizeLinear that alone reads the result."""
     source = pad.inputs[0]
-    before, users = source.producer() if source is not None else None, readers(pad.outputs[0])
+    before = source.producer() if source is not None else None
+    users = readers(pad.outputs[0])
     is_between = (
         before is not None and before.op_type == "DequantizeLinear" and "axis" not in before.attributes
     )
     is_alone = [user.op_type for user in users] == ["QuantizeLinear"] and not pad.outputs[0].is_graph_output()
-    return (before, users[0]) if is_between and is_alone else (None, None)
+    if is_between and is_alone:
+        return (before, users[0])
+    return (None, None)
 
 
 def _numbers(node: ir.Node) -> list[Any]:
     """Scale and zero point of a node of QDQ."""
     found = [array_of(value) for value in node.inputs[1:3]]
-    return [None if a is None else (a.dtype, a.tolist()) for a in found]
+    result: list[Any] = []
+    for a in found:
+        result.append(None if a is None else (a.dtype, a.tolist()))
+    return result
 
 
 def keep_apart(model: ir.Model) -> int:
     """Stop fusions that would change numbers, or that onnxruntime 1.31 makes and then refuses to run, with a Sum of
     one value:
-    - behind a weight below 8 bits: the layer runs in float, but onnxruntime would round its bias all the same, to the
+    - behind a weight below 8 bits: the layer runs in float, but onnxruntime would still round its bias, to the
       coarse grid of input times weight, and make a QLinearConv of 2-bit weights;
     - in front of a layer with a float weight between quantizers: onnxruntime would round its weight itself;
     - around an activation with a scale per channel: integer kernels take one scale per activation;
@@ -327,7 +351,9 @@ def keep_apart(model: ir.Model) -> int:
 
 def _is_float_pool(node: ir.Node) -> bool:
     """Does the quantizer read a MaxPool behind a float convolution?"""
-    pool = node.inputs[0].producer() if node.inputs[0] is not None else None
+    pool = None
+    if node.inputs[0] is not None:
+        pool = node.inputs[0].producer()
     return pool is not None and pool.op_type == "MaxPool" and _is_float_conv(pool.inputs[0])
 
 
@@ -348,9 +374,11 @@ def _is_activation(node: ir.Node) -> bool:
 
 def _behind(node: ir.Node) -> None:
     """A Sum of one value between a node and all of its readers."""
-    out, apart = node.outputs[0], ir.node("Sum", [node.outputs[0]], name=f"{node.name}/apart")
+    out = node.outputs[0]
+    apart = ir.node("Sum", [node.outputs[0]], name=f"{node.name}/apart")
     apart.outputs[0].name = f"{node.name}/apart/out"
-    apart.outputs[0].type, apart.outputs[0].shape = out.type, out.shape
+    apart.outputs[0].type = out.type
+    apart.outputs[0].shape = out.shape
     uses = list(out.uses())
     assert node.graph is not None
     node.graph.insert_after(node, [apart])

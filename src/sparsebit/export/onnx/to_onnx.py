@@ -62,7 +62,8 @@ def to_program(
         model = with_named_inputs(model, args, kwargs)
     named = named_inputs(model, args, kwargs)
     if isinstance(model, fx.GraphModule):  # which torch.export calls without names
-        args, kwargs = tuple(named.values()), {}
+        args = tuple(named.values())
+        kwargs = {}
     if dynamic_axes and dynamic_shapes is None:
         dynamic_shapes = shapes_from_axes(dynamic_axes, named, input_names, output_names)
     if isinstance(dynamic_shapes, Mapping):
@@ -80,7 +81,7 @@ def to_program(
                 dynamo=True,
                 verbose=verbose,
             )
-    except Exception as error:
+    except Exception as error:  # torch's exporter raises errors of many kinds
         raise ExportError(_explain(error, model)) from error
     assert program is not None
     register_constants(program.model.graph)
@@ -116,7 +117,7 @@ def _key(entry: Any) -> str:
 
 
 def register_constants(graph: Any) -> None:
-    """Every constant that a node reads is an initializer under a name of its own.
+    """Store every constant that a node reads as an initializer with a unique name.
 
     onnxscript names the bounds of a Clip after the value that is clipped. Two clips of one value have the same names,
     and the second pair of bounds takes the place of the first in the list of initializers.
@@ -170,7 +171,7 @@ def shapes_from_axes(
         outside = dict(zip(named, axes))  # the old exporter took any name, in order
     elif unknown and output_names:
         raise ExportError(
-            f"dynamic_axes: {', '.join(unknown)} is no input or output; inputs are "
+            f"dynamic_axes: {', '.join(unknown)} is not an input or output; inputs are "
             f"{', '.join(outside.get(name, name) for name in named)}"
         )
     return {name: _labels(axes.get(outside.get(name, name), axes.get(name)), name) for name in named}
@@ -207,14 +208,19 @@ def quiet(verbose: bool = False) -> Iterator[None]:
 
 def _explain(error: BaseException, model: nn.Module) -> str:
     """The innermost reason and the module it is in, without the exporter's framing."""
-    where, packed = "", False
+    where = ""
+    packed = False
     while True:
-        where, packed = _module_path(error, model) or where, packed or _is_packed(error)
+        where = _module_path(error, model) or where
+        packed = packed or _is_packed(error)
         if error.__cause__ is None:
             break
         error = error.__cause__
     lines = [line for line in str(error).split("While executing")[0].splitlines() if line.strip()]
-    what = f"packed sequences in {where}".removesuffix(" in ") if packed else where or "the model"
+    if packed:
+        what = f"packed sequences in {where}".removesuffix(" in ")
+    else:
+        what = where or "the model"
     fix = "write that part with other ops, or cut it off and export the rest of the model"
     if packed:
         fix = PADDED
@@ -230,9 +236,10 @@ def _explain(error: BaseException, model: nn.Module) -> str:
 
 def _is_packed(error: BaseException) -> bool:
     """Was a recurrent layer of torch at work on a packed sequence, or one being made?"""
-    inside = [
-        f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_globals.get("__name__") in RECURRENT
-    ]
+    inside = []
+    for f, _ in traceback.walk_tb(error.__traceback__):
+        if f.f_globals.get("__name__") in RECURRENT:
+            inside.append(f)
     return any(f.f_locals.get("batch_sizes") is not None or "pack" in f.f_code.co_name for f in inside)
 
 

@@ -14,7 +14,8 @@ from sparsebit.errors import ExportError
 from sparsebit.export.kernels.wrong_kernels import is_wrong
 from sparsebit.export.onnx.marks import Mark, Marks
 
-LOWEST_OPSET, HIGHEST_OPSET = 18, 25  # LOWEST: of torch's exporter
+LOWEST_OPSET = 18  # of torch's exporter
+HIGHEST_OPSET = 25
 SINCE = {2: 25, 4: 21, 8: LOWEST_OPSET, 16: 21}  # bits of the type -> opset
 BLOCKS_SINCE = 21  # DequantizeLinear with block_size
 

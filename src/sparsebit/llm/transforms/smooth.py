@@ -1,8 +1,8 @@
 """Scales that move between layers: y = W s (x / s), with 1 / s folded into the producer of x, so the model stays plain.
 
-The producer of x is found, not declared: the norm whose output is x, or an earlier Linear whose rows reach x channel by
-channel (v through attention to the output projection, up through the gate to down). A producer counts only if the
-outputs of the block and its layers stay the same with random scales.
+The producer of x is found, not declared. It is the norm whose output is x, or an earlier Linear whose rows reach x
+channel by channel (v through attention to the output projection, up through the gate to down). A producer counts only
+if the outputs of the block and its layers stay the same with random scales.
 """
 
 from __future__ import annotations

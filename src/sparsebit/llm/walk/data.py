@@ -171,9 +171,8 @@ def _count(batches: list[Any], takes: inspect.Signature) -> int | None:
 def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None:
     given = named(batch, takes) or {}
     known = [n for n, p in takes.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if (
-        given and known and not set(given) & set(known)
-    ):  # `**kwargs` would take any name, and nobody would read it
+    # `**kwargs` would take any name, and no layer would read it
+    if given and known and not set(given) & set(known):
         raise CalibrationError(
             f"{where} holds {', '.join(given)}, but the model's forward takes {', '.join(known[:4])}, ...: "
             "use its names"
@@ -184,15 +183,15 @@ def _check(model: Any, batch: Any, takes: inspect.Signature, where: str) -> None
         _check_shapes(model, given, name, where)
         if not ids.numel():
             raise CalibrationError(f"{where} has no tokens")
-        known = vocabulary_of(model)
+        size = vocabulary_of(model)
         words = ids[~torch.isin(ids, torch.tensor(places_of(model), dtype=ids.dtype, device=ids.device))]
-        if known is not None:
-            wrong = words[(words < 0) | (words >= known)]
+        if size is not None:
+            wrong = words[(words < 0) | (words >= size)]
         else:
             wrong = words[:0]
         if len(wrong):
             raise CalibrationError(
-                f"{where} has the token {int(wrong[0])}, but the model knows 0 to {(known or 1) - 1}: "
+                f"{where} has the token {int(wrong[0])}, but the model knows 0 to {(size or 1) - 1}: "
                 "was it made with another tokenizer?"
             )
         most = positions_of(getattr(model, "config", None), name)

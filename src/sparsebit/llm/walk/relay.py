@@ -1,7 +1,8 @@
 """Towers one after the other: each is shown what the ones before it give, quantized or not.
 
-Who runs when is seen in one forward. What a tower gives is the output of its last block; where the model reads other
-blocks too (LLaVA takes the last but one of its vision tower) is found by putting NaN into them and looking for it.
+Who runs when is seen in one forward. The output of a tower is that of its last block. Some models also read other
+blocks (LLaVA takes the last but one of its vision tower). To find them, NaN is put into a block, and the walk looks
+where it arrives.
 """
 
 from __future__ import annotations

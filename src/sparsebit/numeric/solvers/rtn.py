@@ -1,7 +1,7 @@
 """Round to nearest: a grid per row or group from the range of the weights, or from the range that loses least.
 
-The second tries shrunken ranges and keeps, per group, the one with the least squared error; with the second moments
-of the inputs as importance that is the error of the layer's output, as far as inputs are uncorrelated.
+The second tries shrunken ranges and keeps, per group, the one with the least squared error. With the second moments of
+the inputs as importance, that is the error of the layer's output, if the inputs are uncorrelated.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Analysis: reports on a quantized model. What is quantized, what it costs, which layers lose accuracy."""
+"""Analysis: reports on a quantized model: its quantizers, its costs, and the layers that lose accuracy."""

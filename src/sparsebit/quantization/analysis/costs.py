@@ -30,7 +30,7 @@ from sparsebit.quantization.quantizers import Quantizer
 aten = torch.ops.aten
 Where = tuple[str, "nn.Module | None"]  # name of the node, and the innermost QModule in it
 
-# Ops that hand values on: what was on a grid stays on it. Views need no entry, they share their memory.
+# Ops that only move values: a value on a grid stays on it. Views need no entry, because they share memory.
 MOVES = {
     *("clone", "_unsafe_view", "_to_copy", "_reshape_copy", "copy_", "cat", "stack", "index", "index_select"),
     *("gather", "embedding", "roll", "flip", "repeat", "pixel_shuffle", "pixel_unshuffle", "im2col"),
@@ -51,9 +51,8 @@ class Measured:
     state: dict[Quantizer, int] = field(default_factory=dict)  # bytes of its observer's state
     cached: int = 0  # bytes that observers of the old kind add with every batch
     not_float: set[Quantizer] = field(default_factory=set)  # quantizers that got integers, or no tensor
-    constant: set[Where] = field(
-        default_factory=set
-    )  # where all that was multiplied is the same for every input
+    # where all that was multiplied is the same for every input
+    constant: set[Where] = field(default_factory=set)
 
 
 def macs_quantized(qmodel: Any, example: Any) -> tuple[int, int]:
@@ -66,7 +65,8 @@ def measure(qmodel: Any, example: Any) -> Measured:
     """Run `example` (one batch in any form that calibrate() takes) once, in float and eval mode."""
     gm: fx.GraphModule = qmodel.model
     calls = as_calls(gm, [example])
-    lane, counter = Lane(gm, calls), _Counter()
+    lane = Lane(gm, calls)
+    counter = _Counter()
     counter.make_vary(calls)
     with torch.no_grad(), undisturbed(gm), _watching(gm, counter), counter:
         for node in gm.graph.nodes:
@@ -135,7 +135,9 @@ class _Counter(TorchDispatchMode):
 
     def _rounds_probs(self) -> bool:
         """Does the attention being run round its probabilities, once it is quantized?"""
-        probs = getattr(self.inside[-1], "probs", None) if self.inside else None
+        probs = None
+        if self.inside:
+            probs = getattr(self.inside[-1], "probs", None)
         quantizer = getattr(probs, "input_quantizer", None)
         return quantizer is not None and is_active(quantizer)
 
@@ -183,7 +185,7 @@ def _watching(gm: nn.Module, counter: _Counter) -> Iterator[None]:
 
 
 def _mark(counter: _Counter, quantizer: Quantizer, out: Any) -> Any:
-    """The value a quantizer hands on gets memory of its own, so that its source does not count as quantized."""
+    """The output of a quantizer gets new memory, so that its source does not count as quantized."""
     if quantizer.absorbed or quantizer.unused:
         return None
     if not isinstance(out, Tensor) or not out.is_floating_point():
@@ -211,7 +213,10 @@ def _observed(quantizer: Quantizer, x: Tensor) -> tuple[int, int]:
     except CalibrationError:  # NaN in the example: calibration will say so, with the layer's name
         return 0, 0
     total = _bytes_below(vars(probe))
-    per_batch = 0 if not probe.keeps_batches or probe.is_weight else x.numel() * 4
+    if not probe.keeps_batches or probe.is_weight:
+        per_batch = 0
+    else:
+        per_batch = x.numel() * 4
     return total - per_batch, per_batch
 
 
@@ -224,4 +229,6 @@ def _bytes_below(value: Any, depth: int = 3) -> int:
         return sum(_bytes_below(v, depth - 1) for v in value.values())
     if isinstance(value, (list, tuple)):
         return sum(_bytes_below(v, depth - 1) for v in value)
-    return _bytes_below(vars(value), depth - 1) if hasattr(value, "__dict__") else 0
+    if hasattr(value, "__dict__"):
+        return _bytes_below(vars(value), depth - 1)
+    return 0

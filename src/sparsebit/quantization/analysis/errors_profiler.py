@@ -73,10 +73,13 @@ class _QuantizedLane(Lane):
 
 
 class _Walk:
-    """Compares the two outputs of every layer that a node runs: those of its module and of what is inside it."""
+    """Compares the two outputs of every layer that a node runs: those of its module and of the modules inside it."""
 
     def __init__(self, gm: fx.GraphModule, chosen: set[Quantizer], checker: Checker, is_async: bool):
-        self.gm, self.chosen, self.checker, self.is_async = gm, chosen, checker, is_async
+        self.gm = gm
+        self.chosen = chosen
+        self.checker = checker
+        self.is_async = is_async
         self.waiting: dict[str, deque[Any]] = {}  # outputs of one view, until the other has them too
         self.errors: dict[str, list[Any]] = {}
         self.in_quantized_view = False
@@ -85,7 +88,9 @@ class _Walk:
         return bool(self._quantizers(node))
 
     def _quantizers(self, node: fx.Node) -> list[Quantizer]:
-        return _below(module_of(node, self.gm), self.chosen) if node.op == "call_module" else []
+        if node.op == "call_module":
+            return _below(module_of(node, self.gm), self.chosen)
+        return []
 
     @contextmanager
     def quantized(self, node: fx.Node) -> Iterator[None]:
@@ -100,7 +105,10 @@ class _Walk:
     def watching(self, node: fx.Node) -> Iterator[None]:
         with ExitStack() as handles:
             add = lambda handle: handles.callback(handle.remove)
-            root = module_of(node, self.gm) if node.op == "call_module" else nn.Module()
+            if node.op == "call_module":
+                root = module_of(node, self.gm)
+            else:
+                root = nn.Module()
             for inside, module in root.named_modules():
                 quantizers = _below(module, self.chosen)
                 if not quantizers or (inside and not isinstance(module, QuantOpr)):
@@ -134,7 +142,7 @@ class _Walk:
                 self._note(name, queue.popleft(), out)
             elif not self.is_async and self.in_quantized_view:
                 self._note(name, out, queue.popleft())
-            elif not self.is_async:  # a copy: what follows inside an island may write into it
+            elif not self.is_async:  # a copy: later code inside an island may write into it
                 queue.append(pytree.tree_map_only(Tensor, torch.clone, out))
 
         return hook
@@ -157,4 +165,6 @@ def _below(module: nn.Module, chosen: set[Quantizer]) -> list[Quantizer]:
 
 
 def _mean(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else sum(values[1:], values[0]) / len(values)
+    if len(values) == 1:
+        return values[0]
+    return sum(values[1:], values[0]) / len(values)

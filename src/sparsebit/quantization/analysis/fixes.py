@@ -15,8 +15,10 @@ from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer
 
 OBSERVERS = {"A": ("minmax", "mean_minmax", "percentile", "mse"), "W": ("minmax", "mse")}
 WIDTHS = (4, 8, 16)
-FREE_GAIN, BIT_GAIN = 3.0, 6.0  # dB that make an override worth naming: a bit is 6 dB
-GOOD = 20.0  # dB: below, noise is above 1 % of the signal, and an observer alone is no repair
+# dB that make an override worth naming: a bit is 6 dB
+FREE_GAIN = 3.0
+BIT_GAIN = 6.0
+GOOD = 20.0  # dB: below, noise is above 1 % of the signal, and an observer alone is not a repair
 CLOSE = 1.0  # dB: as good as float, the rest of the noise is not this quantizer's
 
 
@@ -57,11 +59,13 @@ def find_fix(
     # measured on the same data as the others, so that only the method differs
     again = _try(quantizer, [], data, score)
     now = max(score(quantizer), again.db if again is not None else -math.inf)
-    best, top = None, -math.inf
+    best = None
+    top = -math.inf
     for override in () if fixed_range else _free(quantizer, letter):
         tried = _try(quantizer, override, data, score)
         if tried is not None and tried.db > max(now + FREE_GAIN, top):
-            best, top = Fix(_line(letter, name, override), tried.db, quantizer, tried.new), tried.db
+            best = Fix(_line(letter, name, override), tried.db, quantizer, tried.new)
+            top = tried.db
     if best is not None and top > GOOD:
         return best
     in_float = score(None)

@@ -37,7 +37,9 @@ class Group:
 
     def __str__(self) -> str:
         text = f"costs most: {self.what}: {self.cost:.1f} dB"
-        return text if not self.fix else f"{text}; all together {self.fixed:.1f} dB with:\n{self.fix}"
+        if not self.fix:
+            return text
+        return f"{text}; all together {self.fixed:.1f} dB with:\n{self.fix}"
 
 
 @dataclass
@@ -65,7 +67,10 @@ def costliest(members: Sequence[Member], measure: Measure, see: Callable[[], Any
         return None
     worst = max(costs, key=costs.__getitem__)
     found = kinds[worst]
-    what = worst.format(count=len(found)) if len(found) > 1 else f"{found[0].name}, {worst.format(count=1)}"
+    if len(found) > 1:
+        what = worst.format(count=len(found))
+    else:
+        what = f"{found[0].name}, {worst.format(count=1)}"
     fix, fixed = _repair(found, total, lambda: measure(everything), see)
     return Group(what, costs[worst], fix, fixed)
 
@@ -90,9 +95,12 @@ def _repair(
     letter = first.cfg.letter
     with _shown(members) as values:
         see()
-    ways = [["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE]
+    ways: list[list[Any]] = [
+        ["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE
+    ]
     ways.append(["QUANTIZER.DISABLE", True])
-    best, fixed = "", total + GAIN
+    best = ""
+    fixed = total + GAIN
     for way in ways:
         replaced = _replacements(members, way, values)
         if replaced is None:
@@ -102,7 +110,8 @@ def _repair(
         if way[0] == "QUANTIZER.DISABLE" and best:
             break  # what costs nothing at run time comes first
         if found > fixed:
-            best, fixed = _lines(letter, members, way), found
+            best = _lines(letter, members, way)
+            fixed = found
     return best, fixed if best else None
 
 
@@ -156,11 +165,16 @@ def _in_place(replaced: Mapping[Quantizer, Quantizer | None]) -> Iterator[None]:
 
 def _lines(letter: str, members: Sequence[Member], way: list[Any]) -> str:
     """The override as one line of a config."""
-    overrides = [{name: way} for name in dict.fromkeys(member.name for member in members)]
+    overrides = []
+    for name in dict.fromkeys(member.name for member in members):
+        overrides.append({name: way})
     return f"{letter}.SPECIFIC: {json.dumps(overrides)}"
 
 
 def op_name(op: Any) -> str:
     """An op as the pre-flight report names it."""
-    kind = "op with several inputs" if isinstance(op, QIdentity) else type(op).__name__
+    if isinstance(op, QIdentity):
+        kind = "op with several inputs"
+    else:
+        kind = type(op).__name__
     return kind.removeprefix("Q")

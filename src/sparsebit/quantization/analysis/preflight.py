@@ -56,7 +56,8 @@ class Preflight:
 
     def short(self) -> str:
         """A screenful: islands, the reasons of ops that stay float or have no integer kernel, and the summary."""
-        name, t = labels(self.rows), self.totals
+        name = labels(self.rows)
+        t = self.totals
         stays: dict[str, list[str]] = defaultdict(list)
         slow: dict[str, list[str]] = defaultdict(list)
         for row in self.rows:
@@ -70,7 +71,7 @@ class Preflight:
         return "\n\n".join(part for part in (self._islands(), "\n".join(lines), self.summary()) if part)
 
     def summary(self) -> str:
-        """A few lines: what is quantized, the size, the share of integers, the memory of a calibration."""
+        """A few lines: the quantized share, the size, the share of integers, the memory of a calibration."""
         t = self.totals
         lines = [
             f"pre-flight of {self.model}, backend {self.backend}",
@@ -82,7 +83,9 @@ class Preflight:
         if "macs" in t:
             ints = f", {share(t['integer_macs'], t['macs'])} in integers by {self.backend}"
             more = t["bytes_per_batch"]
-            per_batch = f", and {size(more)} more with every batch" if more else ""
+            per_batch = ""
+            if more:
+                per_batch = f", and {size(more)} more with every batch"
             lines += [
                 f"MACs         {count(t['macs'])}; {share(t['quantized_macs'], t['macs'])} quantized"
                 + (ints if BACKENDS[self.backend].INTEGER_OPS else ""),
@@ -96,7 +99,8 @@ class Preflight:
         return "\n".join([*lines, *(f"note         {note}" for note in self.notes)])
 
     def _ops(self) -> str:
-        cells, name = [], labels(self.rows)
+        cells = []
+        name = labels(self.rows)
         for r in self.rows:
             numbers = [count(r.macs) if r.macs else "", size(r.bytes) if r.bytes else ""]
             cells.append([name[r.name], r.op, f"{r.state}: {r.how}", *numbers, r.backend])
@@ -105,15 +109,22 @@ class Preflight:
     def _islands(self) -> str:
         cells = [[i["path"] or "(the model)", i["error"], i["line"]] for i in self.islands]
         head = "islands: not traced, run as they are\n"
-        return head + table(["path", "error", "line"], cells) if cells else ""
+        if cells:
+            return head + table(["path", "error", "line"], cells)
+        return ""
 
     def _uncovered(self) -> str:
         cells = []
         for u in self.uncovered:
-            shape = "x".join(map(str, u.shape)) if u.tensors == 1 else f"{u.tensors} tensors"
+            if u.tensors == 1:
+                shape = "x".join(map(str, u.shape))
+            else:
+                shape = f"{u.tensors} tensors"
             cells.append([u.path, shape, size(u.bytes), f"{100 * u.share:.1f} %"])
         head = "parameters that no weight quantizer covers\n"
-        return head + table(["path", "shape", "bytes", "share"], cells, "llrr") if cells else ""
+        if cells:
+            return head + table(["path", "shape", "bytes", "share"], cells, "llrr")
+        return ""
 
 
 def preflight(qmodel: Any, example: Any = None, backend: str | None = None) -> Preflight:
@@ -171,7 +182,8 @@ def _parameters(gm: fx.GraphModule) -> list[tuple[str, nn.Module, nn.Parameter]]
 
 
 def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
-    everything, covered = _parameters(gm), _covered(gm)
+    everything = _parameters(gm)
+    covered = _covered(gm)
     total = sum(p.nbytes for _, _, p in everything) or 1
     groups: dict[str, list[nn.Parameter]] = defaultdict(list)
     for path, owner, p in everything:
@@ -187,9 +199,12 @@ def _uncovered(gm: fx.GraphModule) -> list[Uncovered]:
 
 
 def _totals(gm: fx.GraphModule, rows: list[Row], measured: Measured | None) -> dict[str, int]:
-    everything, covered = _parameters(gm), _covered(gm)
+    everything = _parameters(gm)
+    covered = _covered(gm)
     states = ("quantized", "absorbed", "float", "island", PARTS)
-    totals = {state: sum(r.state == state for r in rows) for state in states}
+    totals = {}
+    for state in states:
+        totals[state] = sum(r.state == state for r in rows)
     totals["bytes"] = sum(p.nbytes for _, _, p in everything)
     totals["covered_bytes"] = sum(p.nbytes for p in covered)
     totals["quantized_bytes"] = totals["bytes"] - sum(r.bytes - r.quantized_bytes for r in rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from sparsebit.export.backends import BACKENDS
 from sparsebit.export.kernels.integer_kernels import OUTPUT, WRONG
-from sparsebit.graph.ops import is_bookkeeping, module_of, writes_input
+from sparsebit.graph.ops import called_module, is_bookkeeping, writes_input
 from sparsebit.numeric.spec import QuantSpec
 from sparsebit.quantization.analysis.costs import Measured
 from sparsebit.quantization.common import QuantTarget
@@ -46,7 +46,7 @@ class Row:
     op: str
     state: str  # quantized, float, absorbed, island, parts
     how: str  # quantized with what; float why; absorbed into what
-    quantizers: tuple[str, ...] = ()  # by name; what stands before the last dot is what SPECIFIC matches
+    quantizers: tuple[str, ...] = ()  # by name; SPECIFIC matches the part before the last dot
     macs: int = 0
     quantized_macs: int = 0
     bytes: int = 0  # of its own parameters, in float
@@ -57,7 +57,9 @@ class Row:
 
 class RowBuilder:
     def __init__(self, gm: fx.GraphModule, config: Any, backend: str, measured: Measured | None):
-        self.gm, self.config, self.backend = gm, config, backend
+        self.gm = gm
+        self.config = config
+        self.backend = backend
         self.islands: Mapping[str, Any] = gm.meta.get("islands", {})
         self.measured = measured or Measured()
         self.outputs = OutputGrids(gm)
@@ -69,7 +71,7 @@ class RowBuilder:
         for node in self.gm.graph.nodes:
             if not node.op.startswith("call") or is_bookkeeping(node):
                 continue
-            module = module_of(node, self.gm) if node.op == "call_module" else None
+            module = called_module(node, self.gm)
             if isinstance(module, QIdentity) and carries_for(node) is not None:
                 continue  # shown with the op it belongs to
             inner = [] if module is None else self._inner(node, module)
@@ -79,17 +81,20 @@ class RowBuilder:
                 yield self._inner_row(node, inside, child, own_rows)
 
     def _inner(self, node: fx.Node, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """QModules below `module`, and what of it multiplied in the example."""
+        """QModules below `module`, and the parts of it that multiplied in the example."""
         busy = {m for name, m in self.measured.macs if name == node.name}
-        return [
-            (inside.removeprefix("root."), child)
-            for inside, child in module.named_modules()
-            if child is not module and (isinstance(child, QuantOpr) or child in busy)
-        ]
+        found: list[tuple[str, nn.Module]] = []
+        for inside, child in module.named_modules():
+            if child is not module and (isinstance(child, QuantOpr) or child in busy):
+                found.append((inside.removeprefix("root."), child))
+        return found
 
     # -- one op of the graph -------------------------------------------------------------------------
     def _row(self, node: fx.Node, module: nn.Module | None, inner: set[nn.Module]) -> Row:
-        carried = [q for _, m in input_carriers(node, self.gm) for q in active_quantizers(m)]
+        carried = []
+        for _, m in input_carriers(node, self.gm):
+            for q in active_quantizers(m):
+                carried.append(q)
         quantizers = [*(active_quantizers(module) if module is not None else []), *carried]
         quantizers = [q for q in quantizers if q not in self.measured.not_float]
         state, how = self._state(node, module, quantizers)
@@ -106,19 +111,29 @@ class RowBuilder:
             why = "its readers quantize it in different ways"
         keys = [k for k in self.measured.macs if k[0] == node.name and k[1] not in inner]
         return Row(
-            *names_of(node), op, state, how, tuple(q.name for q in quantizers),
-            sum(self.measured.macs[k] for k in keys), sum(self.measured.quantized[k] for k in keys),
-            *self._bytes(module, inner), integer, why,
-        )  # fmt: skip
+            *names_of(node),
+            op,
+            state,
+            how,
+            tuple(q.name for q in quantizers),
+            sum(self.measured.macs[k] for k in keys),
+            sum(self.measured.quantized[k] for k in keys),
+            *self._bytes(module, inner),
+            integer,
+            why,
+        )
 
     def _inner_row(self, node: fx.Node, inside: str, module: nn.Module, own_rows: set[nn.Module]) -> Row:
         quantizers = [q for q in active_quantizers(module) if q not in self.measured.not_float]
-        op, key = _op_name(node, module), (node.name, module)
-        macs, quantized = self.measured.macs.get(key, 0), self.measured.quantized.get(key, 0)
+        op = _op_name(node, module)
+        key = (node.name, module)
+        macs = self.measured.macs.get(key, 0)
+        quantized = self.measured.quantized.get(key, 0)
         if key in self.measured.constant and not macs:
             full, _ = self._bytes(module, own_rows)
             return Row(*names_of(node, inside), op, "float", WHY_FLOAT, bytes=full, quantized_bytes=full)
-        state, how = "quantized", " / ".join(map(describe, quantizers))
+        state = "quantized"
+        how = " / ".join(map(describe, quantizers))
         if not quantizers:
             state, how = self._without_quantizer(module)
         values, all_values = _carried_inside(module)
@@ -127,9 +142,17 @@ class RowBuilder:
             op, state, _grids(module, [*quantizers, *values]), complete, output=False
         )
         return Row(
-            *names_of(node, inside), op, state, how, tuple(q.name for q in quantizers),
-            macs, quantized, *self._bytes(module, own_rows), integer, why,
-        )  # fmt: skip
+            *names_of(node, inside),
+            op,
+            state,
+            how,
+            tuple(q.name for q in quantizers),
+            macs,
+            quantized,
+            *self._bytes(module, own_rows),
+            integer,
+            why,
+        )
 
     def _verdict(self, op: str, state: str, grids: Grids, complete: bool, output: bool) -> tuple[bool, str]:
         if state == "absorbed":
@@ -162,12 +185,17 @@ class RowBuilder:
         if absorbed and isinstance(module, QuantOpr) and module.weight is not None and module.quantize_weight:
             return "float", WHOLLY_FLOAT
         if absorbed:
-            source = names_of(node.all_input_nodes[0]) if node.all_input_nodes else ("", "its neighbour")
+            if node.all_input_nodes:
+                source = names_of(node.all_input_nodes[0])
+            else:
+                source = ("", "its neighbour")
             return "absorbed", f"into {source[1] or source[0]}"
         return self._without_quantizer(module)
 
     def _without_quantizer(self, module: nn.Module | None) -> tuple[str, str]:
-        parts = module.modules() if module is not None and not isinstance(module, QuantOpr) else ()
+        parts: Iterable[nn.Module] = ()
+        if module is not None and not isinstance(module, QuantOpr):
+            parts = module.modules()
         if any(active_quantizers(part) for part in parts):
             return PARTS, "its layers are quantized one by one"
         return "float", self._why_float(module)
@@ -179,15 +207,21 @@ class RowBuilder:
                 return "quantizer disabled by the config"
             if any(q.unused or q in self.measured.not_float for q in quantizers):
                 return "its input is not floating-point"
-            return "absorbed" if quantizers else getattr(module, "why_float", "this op is not quantized")
+            if quantizers:
+                return "absorbed"
+            return getattr(module, "why_float", "this op is not quantized")
         if isinstance(module, MultipleInputsQuantOpr):
             if getattr(module, "why_float", ""):
                 return str(module.why_float)
             if not module.wants_input_quant(self.config):
                 return "A.QADD.ENABLE_QUANT is off"
-            return "its input is not floating-point" if module.input_quantizer_generated else "one input only"
+            if module.input_quantizer_generated:
+                return "its input is not floating-point"
+            return "one input only"
         if isinstance(module, Opr):
-            return "moves values only" if moves_values(module) else "this op is not quantized"
+            if moves_values(module):
+                return "moves values only"
+            return "this op is not quantized"
         return "no QModule" if module is None else "kept as it is"
 
     def _why_off(self, module: nn.Module | None) -> str:
@@ -216,20 +250,26 @@ class RowBuilder:
 
 
 def packed_bytes(owner: nn.Module, name: str, p: nn.Parameter) -> int:
-    """Bytes of a parameter as it is stored: a quantized weight in its bits, with a scale per channel."""
-    quantizer = owner.weight_quantizer if isinstance(owner, QuantOpr) and name == "weight" else None
+    """Bytes of a stored parameter: a quantized weight in its bits, with a scale per channel."""
+    quantizer = None
+    if isinstance(owner, QuantOpr) and name == "weight":
+        quantizer = owner.weight_quantizer
     if quantizer is None or not is_active(quantizer):
         return p.nbytes
     group = quantizer.spec.group
-    channels = p.shape[quantizer.ch_axis] if quantizer.is_perchannel else 1
+    channels = 1
+    if quantizer.is_perchannel:
+        channels = p.shape[quantizer.ch_axis]
     channels = channels if group is None else p.numel() // group
     return (p.numel() * quantizer.bit + 7) // 8 + channels * (4 if quantizer.is_symmetric else 5)
 
 
 def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
-    """The grids of the active quantizers of an op, as they are after calibration."""
+    """The grids that the active quantizers of an op have after calibration."""
     weights = [q for q in quantizers if q.qdesc.target is QuantTarget.WEIGHT]
-    own = module.input_quantizer if isinstance(module, QuantOpr) else None
+    own = None
+    if isinstance(module, QuantOpr):
+        own = module.input_quantizer
     inputs: list[QuantSpec] = []
     for quantizer in quantizers:
         if quantizer is own and isinstance(module, QuantOpr):
@@ -240,15 +280,23 @@ def _grids(module: nn.Module | None, quantizers: list[Quantizer]) -> Grids:
 
 
 def _carried_inside(module: nn.Module | None) -> tuple[list[Quantizer], bool]:
-    """Attention: the quantizers of the factors of its own products, and whether all of them are active."""
-    carriers = [] if module is None else [m for m in module.children() if isinstance(m, QIdentity)]
-    active = [q for m in carriers for q in active_quantizers(m)]
+    """Attention: the quantizers of the factors of its products, and whether all of them are active."""
+    if module is None:
+        carriers = []
+    else:
+        carriers = [m for m in module.children() if isinstance(m, QIdentity)]
+    active = []
+    for m in carriers:
+        for q in active_quantizers(m):
+            active.append(q)
     return active, len(active) == len(carriers)
 
 
 def _probabilities_in_float(module: nn.Module | None) -> bool:
     """Attention of which calibration has switched off the second product only (calibration/float_choice.py)."""
-    probs = module.probs.input_quantizer if isinstance(module, Attention) else None
+    probs = None
+    if isinstance(module, Attention):
+        probs = module.probs.input_quantizer
     return probs is not None and probs.unused and not probs.absorbed
 
 
@@ -256,7 +304,9 @@ def _complete(module: nn.Module | None) -> bool:
     """Are the weight and the input both quantized, or the input of an op without weight?"""
     if not isinstance(module, QuantOpr):
         return False
-    needed = [module.weight_quantizer] if module.weight is not None and module.quantize_weight else []
+    needed = []
+    if module.weight is not None and module.quantize_weight:
+        needed = [module.weight_quantizer]
     return all(map(is_active, [*needed, module.input_quantizer]))
 
 
@@ -268,14 +318,22 @@ def describe(quantizer: Quantizer, equalized: bool = False) -> str:
     """`W4 per-channel symmetric`. An equalized input observes per channel, and has one scale after calibration."""
     letter = "W" if quantizer.qdesc.target is QuantTarget.WEIGHT else "A"
     spec: QuantSpec = quantizer.spec
-    kind = "per-tensor" if spec.axis is None or (equalized and letter == "A") else "per-channel"
+    kind = "per-channel"
+    if spec.axis is None or (equalized and letter == "A"):
+        kind = "per-tensor"
     kind = kind if spec.group is None else f"per-group({spec.group})"
     text = f"{letter}{spec.bits} {kind} {'symmetric' if spec.symmetric else 'affine'}"
-    return text if quantizer.TYPE == "uniform" else f"{text} {quantizer.TYPE}"
+    if quantizer.TYPE == "uniform":
+        return text
+    return f"{text} {quantizer.TYPE}"
 
 
 def _op_name(node: fx.Node, module: nn.Module | None) -> str:
     if module is not None:
         name = type(module).__name__
-        return name[1:] if isinstance(module, Opr) and name[:1] == "Q" and name[1:2].isupper() else name
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        if isinstance(module, Opr) and name[:1] == "Q" and name[1:2].isupper():
+            return name[1:]
+        return name
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))

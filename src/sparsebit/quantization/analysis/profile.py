@@ -1,8 +1,9 @@
 """Which layers cost accuracy, and the override that would fix each.
 
-Every layer is quantized alone. Its own SQNR says how much noise it makes; the SQNR of the model's output says how much
-of it arrives: the two rank layers differently. The fix is tried on the spot: other observers of the same width
-first, because they are free, then more bits, then float. What is suggested in the end was tried together.
+Every layer is quantized alone. Its own SQNR measures the noise that it makes; the SQNR of the model's output measures
+how much of it arrives. The two rank layers differently. The fix is tried on the spot: other observers of the same width
+first, because they are free, then more bits, then float. The overrides that are suggested in the end were tried
+together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from sparsebit.errors import CalibrationError
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.run.calls import Call
 from sparsebit.quantization.analysis.fixes import Fix, find_fix
 from sparsebit.quantization.analysis.groups import Group, Member, costliest, op_name
@@ -57,7 +58,9 @@ class Noise:
     def db(self) -> float:
         if self.noise == 0:
             return math.inf
-        return 10 * math.log10(self.signal / self.noise) if self.signal else -math.inf
+        if self.signal:
+            return 10 * math.log10(self.signal / self.noise)
+        return -math.inf
 
 
 @dataclass(frozen=True)
@@ -94,20 +97,22 @@ class Profile:
         return asdict(self)
 
     def __str__(self) -> str:
-        rank, name = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}, labels(self.rows)
-        cells = [
-            [
-                name[r.name],
-                _db(r.effect),
-                _db(r.own),
-                rank[r.name],
-                _db(r.weight),
-                _db(r.inputs),
-                r.fix,
-                _db(r.fixed),
-            ]
-            for r in self.rows
-        ]
+        rank = {row.name: str(i + 1) for i, row in enumerate(self.by_sqnr)}
+        name = labels(self.rows)
+        cells = []
+        for r in self.rows:
+            cells.append(
+                [
+                    name[r.name],
+                    _db(r.effect),
+                    _db(r.own),
+                    rank[r.name],
+                    _db(r.weight),
+                    _db(r.inputs),
+                    r.fix,
+                    _db(r.fixed),
+                ]
+            )
         header = ["layer", "output", "own", "rank", "weight", "inputs", "fix", "with it"]
         return (
             f"profile of {self.model}: SQNR in dB, one layer quantized at a time; all of them: {_db(self.total)}\n"
@@ -122,14 +127,22 @@ class Profile:
             return (
                 "no override of a few layers helps the whole model: try another preset, or more bits for all"
             )
-        lines = [row.fix for name in self.suggested for row in self.rows if row.name == name]
+        lines = []
+        for name in self.suggested:
+            for row in self.rows:
+                if row.name == name:
+                    lines.append(row.fix)
         return "\n".join([f"together {_db(self.total)} -> {_db(self.together)} dB with:", *lines])
 
     __repr__ = __str__
 
 
 def _db(value: float | None) -> str:
-    return "" if value is None else "exact" if value == math.inf else f"{value:.1f}"
+    if value is None:
+        return ""
+    if value == math.inf:
+        return "exact"
+    return f"{value:.1f}"
 
 
 # -- measuring --------------------------------------------------------------------------------------
@@ -151,9 +164,9 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
         with switched_on(q for unit in units for q in unit.quantizers):
             for (args, kwargs), out in zip(calls, real):
                 total.add(gm(*args, **kwargs), out)
-        found = [
-            _row(gm, unit, calls, real, _limits(qmodel)) for unit in tracked(units, progress, "profiling")
-        ]
+        found = []
+        for unit in tracked(units, progress, "profiling"):
+            found.append(_row(gm, unit, calls, real, _limits(qmodel)))
         found = [
             (r, fix) if r.effect < total.db + HARMLESS else (replace(r, fix="", fixed=None), None)
             for r, fix in sorted(found, key=lambda pair: pair[0].effect)
@@ -167,11 +180,10 @@ def profile(qmodel: Any, batches: Any, *, progress: bool | None = None) -> Profi
 def _costliest_group(
     gm: fx.GraphModule, units: list[_Unit], calls: list[Call], real: list[Any]
 ) -> Group | None:
-    members = [
-        Member(quantizer, owner, name, op_name(unit.op))
-        for unit in units
-        for quantizer, (name, owner) in unit.quantizers.items()
-    ]
+    members = []
+    for unit in units:
+        for quantizer, (name, owner) in unit.quantizers.items():
+            members.append(Member(quantizer, owner, name, op_name(unit.op)))
 
     def measure(on: Iterable[Quantizer]) -> float:
         noise = Noise()
@@ -218,7 +230,8 @@ def _suggest(
 @contextmanager
 def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
     """Inside, the new quantizer of a fix does the work of the old one."""
-    old, new = fix.old, fix.new
+    old = fix.old
+    new = fix.new
     assert old is not None
     owner = owners[old]
     correction = owner.bias_correction
@@ -233,7 +246,7 @@ def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
 
 
 def _limits(qmodel: Any) -> dict[str, Any]:
-    """How many bits the backend takes, for W and A; None: any."""
+    """The numbers of bits that the backend takes, for W and A; None: any."""
     from sparsebit.quantization.quant_config import backend_of
 
     return {letter: backend_of(qmodel.cfg).BITS.get(letter) for letter in "WA"}
@@ -241,7 +254,7 @@ def _limits(qmodel: Any) -> dict[str, Any]:
 
 @dataclass
 class _Unit:
-    """What is quantized together: an op, its quantizers, and those of the QIdentities in front of it."""
+    """The parts that are quantized together: an op, its quantizers, and those of the QIdentities in front of it."""
 
     name: str
     path: str
@@ -254,7 +267,7 @@ def _units(gm: fx.GraphModule) -> Iterator[_Unit]:
     seen: set[Quantizer] = set()
     found: list[_Unit] = []
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if module is None or (isinstance(module, QIdentity) and carries_for(node) is not None):
             continue
         carried = input_carriers(node, gm)
@@ -277,13 +290,16 @@ def _units(gm: fx.GraphModule) -> Iterator[_Unit]:
 
 
 def _owned(module: nn.Module) -> list[tuple[Quantizer, QuantOpr]]:
-    return [(q, module) for q in active_quantizers(module)] if isinstance(module, QuantOpr) else []
+    if isinstance(module, QuantOpr):
+        return [(q, module) for q in active_quantizers(module)]
+    return []
 
 
 def _row(
     gm: fx.GraphModule, unit: _Unit, calls: list[Call], real: list[Any], limits: dict[str, Any]
 ) -> tuple[LayerProfile, Fix | None]:
-    effect, trial = Noise(), _Trial(unit, limits)
+    effect = Noise()
+    trial = _Trial(unit, limits)
     for (args, kwargs), out in zip(calls, real):
         with switched_on(unit.quantizers), trial.listening():
             effect.add(gm(*args, **kwargs), out)
@@ -298,15 +314,15 @@ class _Trial:
     """Runs the op of one unit again and again on the inputs it gets, each time with other quantizers."""
 
     def __init__(self, unit: _Unit, limits: dict[str, Any]):
-        self.unit, self.limits = unit, limits
+        self.unit = unit
+        self.limits = limits
         weights = [q for q in unit.quantizers if q.observer.is_weight]
         self.halves = {"weight": weights, "inputs": [q for q in unit.quantizers if q not in weights]}
         self.noise = {name: Noise() for name in ("own", *self.halves)}
         self.fix: Fix | None = None
         self.tried = self.busy = False
-        self.carried: dict[
-            int, tuple[Tensor, nn.Module, Any]
-        ] = {}  # id of a carrier's output -> it, and whence
+        # id of a carrier's output -> it, and whence
+        self.carried: dict[int, tuple[Tensor, nn.Module, Any]] = {}
         self.shown: dict[Quantizer, list[Tensor]] = {}
 
     @contextmanager

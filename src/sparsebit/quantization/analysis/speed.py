@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.analysis.costs import Measured
 from sparsebit.quantization.analysis.preflight_rows import Row
 from sparsebit.quantization.modules.conv import is_depthwise, is_pointwise
@@ -106,7 +106,9 @@ def predict(gm: fx.GraphModule, rows: list[Row], measured: Measured, cpu: str) -
     each: list[tuple[str, float, float]] = []
     for row in rows:
         node = nodes.get(row.name)
-        module = module_of(node, gm) if node is not None and node.op == "call_module" else None
+        module = None
+        if node is not None and node.op == "call_module":
+            module = module_of(node, gm)
         kind = _kind(row.op, module)
         if kind not in table["ops"]:
             continue
@@ -137,13 +139,17 @@ def _kind(op: str, module: nn.Module | None) -> str:
     if not hasattr(conv, "groups"):
         return ""
     if is_depthwise(conv):
-        return "Conv depthwise" if conv.out_channels == conv.in_channels else "Conv of several filters"
+        if conv.out_channels == conv.in_channels:
+            return "Conv depthwise"
+        return "Conv of several filters"
     if conv.groups > 1:
         width = conv.in_channels // conv.groups
         return f"Conv in groups of {min(GROUPS, key=lambda known: abs(known - width))}"
     if conv.in_channels <= FEW_CHANNELS:
         return "Conv of few channels"
-    return "Conv 1x1" if is_pointwise(conv) or max(conv.kernel_size) == 1 else "Conv"
+    if is_pointwise(conv) or max(conv.kernel_size) == 1:
+        return "Conv 1x1"
+    return "Conv"
 
 
 def _features(row: Row, module: Any, values: int, kind: str) -> dict[str, float]:
@@ -174,12 +180,14 @@ def _is_fused(op: str, node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _behind_identity(node: fx.Node, gm: fx.GraphModule) -> fx.Node:
     """The value that an identity with a quantizer hands on."""
-    module = module_of(node, gm) if node.op == "call_module" else None
-    return node.all_input_nodes[0] if isinstance(module, QIdentity) and node.all_input_nodes else node
+    module = called_module(node, gm)
+    if isinstance(module, QIdentity) and node.all_input_nodes:
+        return node.all_input_nodes[0]
+    return node
 
 
 def _is_conv(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return hasattr(module, "kernel_size") and hasattr(module, "groups")
 
 

@@ -10,7 +10,9 @@ from typing import Any
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: str = "") -> str:
     """Columns as wide as their widest cell; those whose letter in `right` is "r" are aligned right."""
     lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    widths = []
+    for i in range(len(header)):
+        widths.append(max(len(line[i]) for line in lines))
     aligned = (
         [
             cell.rjust(width) if right[i : i + 1] == "r" else cell.ljust(width)
@@ -25,14 +27,15 @@ def labels(rows: Iterable[Any]) -> dict[str, str]:
     """Rows have a `name` in the graph and a `path` in the model: name -> the path, with the name if it is not alone."""
     rows = list(rows)
     same = Counter(row.path for row in rows)
-    return {
-        row.name: row.name
-        if not row.path
-        else row.path
-        if same[row.path] == 1
-        else f"{row.path} ({row.name})"
-        for row in rows
-    }
+    found: dict[str, str] = {}
+    for row in rows:
+        if not row.path:
+            found[row.name] = row.name
+        elif same[row.path] == 1:
+            found[row.name] = row.path
+        else:
+            found[row.name] = f"{row.path} ({row.name})"
+    return found
 
 
 def groups(reasons: Mapping[str, Sequence[str]], most: int = 6, names: int = 3) -> list[str]:

@@ -1,7 +1,7 @@
 """Which layers stay float because integers make them slower here: measured on this machine, on this model.
 
 The quantized file and the float file are profiled op by op. Layers whose integer kernel takes longer than the float one
-become float together, and the whole file is timed again. The fastest of these wins: all layers as they are, without the
+become float together, and the whole file is timed again. The fastest of these wins: all layers quantized, without the
 slow ones, or all in float. So the file is never slower than the float file.
 """
 
@@ -21,7 +21,7 @@ from torch import fx
 from sparsebit.export import files
 from sparsebit.export.certificate import timing
 from sparsebit.export.certificate.runtime import feeds, session
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Quantizer
 
@@ -42,7 +42,7 @@ def time_draft(draft: Draft, file: Path, call: tuple[Any, Any]) -> timing.Timing
 
 @dataclass
 class Tuning:
-    """One search. `draft` exports the model as it is at that moment."""
+    """One search. `draft` exports the model in its present state."""
 
     qmodel: Any
     draft: Callable[[], Draft]
@@ -53,7 +53,8 @@ class Tuning:
         with tempfile.TemporaryDirectory(prefix="sparsebit-") as folder:
             self.folder = Path(folder)
             made = self.draft()
-            quantized, plain = self._write(made.graph, "quantized"), self._write(made.plain, "float")
+            quantized = self._write(made.graph, "quantized")
+            plain = self._write(made.plain, "float")
             given = feeds(session(quantized), *self.call)
             slow = self._slower(
                 made.graph, timing.profile(quantized, given)[0], timing.profile(plain, given)[0]
@@ -80,9 +81,10 @@ class Tuning:
     ) -> list[str]:
         """The weight quantizers of layers whose integer kernel takes longer than the float one."""
         floats = {op.node: op.microseconds for op in plain}
-        slow = {
-            op.node for op in integer if op.integer and op.microseconds > floats.get(op.node, float("inf"))
-        }
+        slow = set()
+        for op in integer:
+            if op.integer and op.microseconds > floats.get(op.node, float("inf")):
+                slow.add(op.node)
         found = []
         for node in graph.graph:
             if node.name in slow and len(node.inputs) > 1 and node.inputs[1] is not None:
@@ -121,12 +123,14 @@ class Tuning:
 
     def _make_float(self, names: Iterable[str]) -> None:
         """Switch these quantizers off, and those of inputs that no integer op hands on."""
-        wanted, gm = set(names), self.qmodel.model
+        wanted = set(names)
+        gm = self.qmodel.model
         for node in gm.graph.nodes:
-            module = module_of(node, gm) if node.op == "call_module" else None
+            module = called_module(node, gm)
             if not isinstance(module, QuantOpr):
                 continue
-            weight, inputs = module.weight_quantizer, module.input_quantizer
+            weight = module.weight_quantizer
+            inputs = module.input_quantizer
             if weight is not None and weight.name in wanted:
                 weight.set_fake_fused()
                 if module.bias_correction is not None:  # it made up for the rounding of the weight
@@ -140,7 +144,7 @@ class Tuning:
 def _is_float(sources: list[fx.Node], gm: fx.GraphModule) -> bool:
     """Is the value an input of the model, or the output of a float layer?"""
     for source in sources:
-        module = module_of(source, gm) if source.op == "call_module" else None
+        module = called_module(source, gm)
         if isinstance(module, QuantOpr) and module.weight_quantizer is not None:
             return module.weight_quantizer.absorbed
         if module is not None:

@@ -1,6 +1,6 @@
 """Batch-norm tuning: statistics that fit the quantized network (Hubara et al., AdaQuant, 2020, section 4).
 
-Rounding moves mean and variance of what enters a BatchNorm, which goes on with those of the float network. Here every
+Rounding moves mean and variance of the inputs of a BatchNorm, which still uses those of the float network. Here every
 batch runs twice, in float and quantized, and the running statistics move by the difference:
 
     mean' = mean + (mean_q - mean_f)        var' = var * var_q / var_f
@@ -48,7 +48,7 @@ def batchnorm_tuning(qmodel: Any) -> Iterator[None]:
             yield
         if not any(t.count for t in tuned):
             raise CalibrationError("batchnorm_tuning(): no batch was run; call qmodel(x) inside the block")
-    except BaseException:
+    except BaseException:  # also on Ctrl-C
         for t in tuned:
             t.reset()
         raise
@@ -61,7 +61,8 @@ class _Tuned:
 
     def __init__(self, norm: _BatchNorm):
         self.norm = norm
-        self.mean, self.var = (_alone(norm.running_mean), _alone(norm.running_var))
+        self.mean = _alone(norm.running_mean)
+        self.var = _alone(norm.running_var)
         self.shift, self.float_var, self.quant_var = (torch.zeros_like(self.var) for _ in range(3))
         self.count = 0
         self.waiting: deque[tuple[Tensor, Tensor]] = deque()  # of the float pass; two if it is called twice

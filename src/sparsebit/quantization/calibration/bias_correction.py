@@ -57,7 +57,8 @@ class InputMean:
     def apply(self) -> None:
         """Set the layer's bias correction; call it once the weight has its scale."""
         self.handle.remove()
-        module, quantizer = self.module, self.module.weight_quantizer
+        module = self.module
+        quantizer = self.module.weight_quantizer
         if not self.sum.count or quantizer is None or quantizer.absorbed or self.padded:
             return
         weight = module.weight

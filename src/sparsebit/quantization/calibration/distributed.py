@@ -19,13 +19,8 @@ from sparsebit.quantization.calibration.bias_correction import InputMean
 from sparsebit.quantization.observers.ranks import RunningSum, world_size
 from sparsebit.quantization.quantizers import Quantizer
 
-NOT_SEEN = {
-    *vars(nn.Module()),
-    "cfg",
-    "qdesc",
-    "backend",
-    "params",
-}  # what an observer has beside its statistics
+# what an observer has beside its statistics
+NOT_SEEN = {*vars(nn.Module()), "cfg", "qdesc", "backend", "params"}
 
 
 def any_rank(flag: bool) -> bool:
@@ -35,11 +30,12 @@ def any_rank(flag: bool) -> bool:
 
 @contextmanager
 def over_ranks(quantizer: Quantizer) -> Iterator[None]:
-    """Inside the block the quantizer has observed what it has on all ranks together; afterwards its own again."""
+    """Inside the block the quantizer has the observations of all ranks together; afterwards only those of this rank."""
     if world_size() == 1:
         yield
         return
-    mine, observer = _statistics(quantizer), quantizer.observer
+    mine = _statistics(quantizer)
+    observer = quantizer.observer
     parts = _gather(mine, quantizer.scale.device)
     try:
         _install(quantizer, parts[0])  # in the same order everywhere, so that the ranks agree to the last bit
@@ -61,18 +57,19 @@ def merge_means(means: Iterable[InputMean], device: torch.device) -> None:
         return
     first, *others = _gather([(m.sum, m.padded) for m in means], device)
     for i, mean in enumerate(means):
-        mean.sum, mean.padded = first[i][0], any(part[i][1] for part in (first, *others))
+        mean.sum = first[i][0]
+        mean.padded = any(part[i][1] for part in (first, *others))
         for part in others:
             mean.sum.merge(part[i][0])
 
 
 def of_first_rank(value: Any, device: torch.device) -> Any:
-    """What rank 0 has, for what is learned rather than counted."""
+    """The value of rank 0, for values that are learned and not counted."""
     return _gather(value if world_size() == 1 or torch.distributed.get_rank() == 0 else None, device)[0]
 
 
 def _statistics(quantizer: Quantizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the observer has seen, and the sums that the quantizer itself keeps."""
+    """The statistics of the observer, and the sums that the quantizer itself keeps."""
     seen = {name: value for name, value in vars(quantizer.observer).items() if name not in NOT_SEEN}
     return seen, {name: value for name, value in vars(quantizer).items() if isinstance(value, RunningSum)}
 

@@ -25,7 +25,9 @@ from sparsebit.quantization.quantizers import Mode
 log = logging.getLogger("sparsebit")
 A_BIT = 6.0  # dB
 GOOD_ENOUGH = 20.0  # dB: outputs so close to those of the float model stay integer, and fast
-NOTE, ATTENTION_NOTE = "float_forms", "float_attention"  # in the meta of the graph, for the report
+# in the meta of the graph, for the report
+NOTE = "float_forms"
+ATTENTION_NOTE = "float_attention"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,10 @@ def choose_float_forms(gm: fx.GraphModule, calls: Sequence[Call]) -> float:
 
 @contextmanager
 def _off(forms: Sequence[FloatForm]) -> Iterator[None]:
-    quantizers = [(q, q.mode) for form in forms for q in form.quantizers]
+    quantizers = []
+    for form in forms:
+        for q in form.quantizers:
+            quantizers.append((q, q.mode))
     try:
         for quantizer, _ in quantizers:
             quantizer.mode = Mode.FLOAT

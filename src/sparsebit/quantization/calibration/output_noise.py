@@ -34,9 +34,11 @@ def noise(wanted: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> floa
         a, b = (torch.cat([_by_channel(x) for x in values], 1) for values in (want, got))
         usable = a.isfinite() & b.isfinite()
         count = usable.sum(1, keepdim=True).clamp(min=1)
-        a, b = a.where(usable, 0.0), b.where(usable, 0.0)
+        a = a.where(usable, 0.0)
+        b = b.where(usable, 0.0)
         centred = (a - a.sum(1, keepdim=True) / count).where(usable, 0.0)
-        signal, squares = centred.square().sum(1), (a - b).square().sum(1)
+        signal = centred.square().sum(1)
+        squares = (a - b).square().sum(1)
         known = (signal > 0) & (squares > 0)
         if bool(known.any()):
             shares.append(float((squares[known] / signal[known]).log().mean()))

@@ -35,14 +35,16 @@ class Grids:
     """Quantizers that share a grid, the layers that read it, and the candidates for its range."""
 
     def __init__(self, members: list[Quantizer], layers: list[QuantOpr]):
-        self.members, self.layers = members, layers
+        self.members = members
+        self.layers = layers
         self.candidates = _common_ranges(members)
         self.errors: dict[str, float] = defaultdict(float)
 
     def take(self, name: str) -> None:
         low, high = self.candidates[name]
         for member in self.members:
-            member.observer.min_val, member.observer.max_val = low.clone(), high.clone()
+            member.observer.min_val = low.clone()
+            member.observer.max_val = high.clone()
         self.members[0].share_grid(self.members)
 
     def best(self, among: Sequence[str]) -> str:
@@ -139,7 +141,9 @@ class _Compare:
     """A hook: the output of a layer with each candidate, beside the float one."""
 
     def __init__(self, grids: Grids, quantizer: Quantizer):
-        self.grids, self.quantizer, self.busy = grids, quantizer, False
+        self.grids = grids
+        self.quantizer = quantizer
+        self.busy = False
 
     def __call__(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self.busy or not isinstance(output, Tensor) or not output.is_floating_point():
@@ -148,7 +152,8 @@ class _Compare:
         if not signal:
             return
         self.busy = True
-        mode, self.quantizer.mode = self.quantizer.mode, Mode.QUANT
+        mode = self.quantizer.mode
+        self.quantizer.mode = Mode.QUANT
         try:
             for name in self.grids.candidates:
                 self.grids.take(name)

@@ -37,7 +37,8 @@ class CalibrationRunner:
 
     def __init__(self, model: fx.GraphModule, keep_inputs: bool = True, trims: bool = False):
         """`trims`: the ranges of values behind which an activation saturates end there (saturation.py)."""
-        self.model, self.trims = model, trims
+        self.model = model
+        self.trims = trims
         self.means: dict[QuantOpr, InputMean] = {}
         self.batches: list[Any] = []
         self.forwards = 0
@@ -82,7 +83,7 @@ class CalibrationRunner:
         return _Recorded(self.batches, self.store)
 
     def close(self) -> None:
-        """The end of a calibration, finished or not: nobody observes any more."""
+        """The end of a calibration, finished or not: the observers are switched off."""
         for quantizer in _quantizers(self.model):
             if quantizer.mode is Mode.OBSERVE:
                 quantizer.mode = Mode.FLOAT
@@ -108,7 +109,7 @@ class CalibrationRunner:
         a_quant: bool = False,
         offload: str = "device",
     ) -> None:
-        """Turn what was observed into scales. With `asym`, observe again behind the quantized predecessors."""
+        """Turn the observations into scales. With `asym`, observe again behind the quantized predecessors."""
         quantizers = list(self._input_quantizers())
         if quantizers and not any_rank(self.forwards > 0 or any(q.observer.has_data for q in quantizers)):
             raise CalibrationError(
@@ -118,7 +119,7 @@ class CalibrationRunner:
         for quantizer in quantizers:
             quantizer.mode = Mode.FLOAT
         if self._hook is not None:
-            self._hook.remove()  # what runs from here on is no calibration data
+            self._hook.remove()  # what runs from here on is not calibration data
         if asym:
             self.inputs()  # refuses before any work
             for mean in self.means.values():
@@ -260,7 +261,8 @@ class _Recorded(Sequence[Any]):
     """Batches that wait on disk; each is read when it is needed."""
 
     def __init__(self, kept: list[Any], store: Store):
-        self.kept, self.store = kept, store
+        self.kept = kept
+        self.store = store
 
     def __getitem__(self, i: Any) -> Any:
         return self.store.get(self.kept[i])

@@ -30,6 +30,6 @@ class Samples:
 
 
 def rows_of(call: Call) -> int:
-    """How many samples a call has: the first axis of its first tensor."""
+    """The number of samples of a call: the first axis of its first tensor."""
     tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor) and x.dim()]
     return len(tensors[0]) if tensors else 1

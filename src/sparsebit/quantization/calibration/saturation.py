@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module, module_of
 from sparsebit.quantization.converters.float_forms import gate_behind
 from sparsebit.quantization.converters.output_grids import OutputGrids
 from sparsebit.quantization.layers import is_active
@@ -37,7 +37,7 @@ def trim_ranges(gm: fx.GraphModule) -> int:
     changed = 0
     grids = OutputGrids(gm, all_readers=True)
     for node in gm.graph.nodes:
-        conv = module_of(node, gm) if node.op == "call_module" else None
+        conv = called_module(node, gm)
         tail = _tail_behind(node, gm) if isinstance(conv, QConv2d) else None
         readers = grids.readers(node) if tail is not None else None
         if tail is None or not readers:
@@ -50,16 +50,23 @@ def trim_ranges(gm: fx.GraphModule) -> int:
 
 def _tail_behind(node: fx.Node, gm: fx.GraphModule) -> Callable[[Tensor], Tensor] | None:
     """The one activation that reads a convolution, whole or as x * gate(x)."""
-    kinds = {type(module_of(user, gm)) if user.op == "call_module" else None for user in node.users}
+    kinds = set()
+    for user in node.users:
+        kinds.add(type(module_of(user, gm)) if user.op == "call_module" else None)
     if len(kinds) == 1:
         return TAIL.get(next(iter(kinds)))  # type: ignore[arg-type]
     names = {kind.__name__ for kind in kinds if kind is not None}
     identities = [u for u in node.users if u.op == "call_module" and isinstance(module_of(u, gm), QIdentity)]
-    products = {user for identity in identities for user in identity.users}
+    products = set()
+    for identity in identities:
+        for user in identity.users:
+            products.add(user)
     is_gated = len(products) == 1 and all(isinstance(module_of(p, gm), QMul) for p in products)
     gate = {"QSigmoid": F.silu, "QHardSigmoid": F.hardswish}
     found = [gate[name] for name in names if name in gate]
-    return found[0] if is_gated and len(kinds) == 2 and len(found) == 1 and None not in kinds else None
+    if is_gated and len(kinds) == 2 and len(found) == 1 and None not in kinds:
+        return found[0]
+    return None
 
 
 def _is_plain(quantizer: Quantizer) -> bool:
@@ -74,7 +81,10 @@ def _trim(inputs: list[Quantizer], tail: Callable[[Tensor], Tensor]) -> int:
     top = max(high, 0.0)
     steps = (top + ENDS) / (2 ** inputs[0].bit - 1)
     enough = tail(-ENDS).abs() <= PART_OF_STEP * steps
-    end = float(ENDS[enough][0]) if bool(enough.any()) else float(ENDS[-1])
+    if bool(enough.any()):
+        end = float(ENDS[enough][0])
+    else:
+        end = float(ENDS[-1])
     if low >= -end:
         return 0
     for quantizer in inputs:

@@ -1,4 +1,5 @@
-"""Which values of a graph are the same for every batch: parameters, buffers, new tensors, and what is made of these.
+"""The values of a graph that are the same for every batch: parameters, buffers, new tensors, and values computed from
+these.
 
 Runtimes compute them once, when they load a file: quantizers there would cost accuracy and gain nothing.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of, name_of, writes_input
+from sparsebit.graph.ops import called_module, module_of, name_of, writes_input
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.base import Value
 from sparsebit.quantization.modules.embedding import QEmbedding, QEmbeddingBag
@@ -19,13 +20,12 @@ from sparsebit.quantization.modules.shape import Expand_as, Reshape
 from sparsebit.quantization.modules.unary import Cast
 
 WHY_FLOAT = "reads only constants: computed once"
-# a Python value such as a size; parameters and buffers, and what is made of them; with new tensors in it; any other
+# a Python value such as a size; parameters and buffers, and values computed from them; with new tensors in it; any
+# other
 NUMBER, STORED, CREATED, VARIES = range(4)
 FIRST_DECIDES = (Cast, Expand_as, Reshape)  # x.type_as(y), x.view_as(y): only x gives values
-TABLES = (
-    QEmbedding,
-    QEmbeddingBag,
-)  # they read constants by nature, and a quantized table makes the file smaller
+# they read constants by nature, and a quantized table makes the file smaller
+TABLES = QEmbedding, QEmbeddingBag
 
 
 def on_constants(gm: fx.GraphModule, most: int = CREATED) -> set[fx.Node]:
@@ -49,12 +49,14 @@ def _has_quantizers(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _class_of(node: fx.Node, gm: fx.GraphModule) -> type[nn.Module] | None:
     """The QModule of a node, or the one that would replace it."""
-    module = module_of(node, gm) if node.op == "call_module" else None
-    return type(module) if isinstance(module, Opr) else find_qmodule(node, gm)
+    module = called_module(node, gm)
+    if isinstance(module, Opr):
+        return type(module)
+    return find_qmodule(node, gm)
 
 
 def _kinds(gm: fx.GraphModule) -> dict[fx.Node, int]:
-    """The kind of every value. What is written into varies, from the start."""
+    """The kind of every value. A value that is written into counts as variable from the start."""
     written = _written(gm)
     kinds: dict[fx.Node, int] = {}
     for node in gm.graph.nodes:

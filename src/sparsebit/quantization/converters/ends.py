@@ -11,11 +11,12 @@ from torch import fx, nn
 from sparsebit.graph.ops import is_bookkeeping, module_of
 from sparsebit.quantization.modules import MultipleInputsQuantOpr, QuantOpr
 
-FIRST, LAST = "<first>", "<last>"
+FIRST = "<first>"
+LAST = "<last>"
 
 
 def ends(gm: fx.GraphModule) -> dict[nn.Module, list[str]]:
-    """By module of the graph, or inside an island: the names that SPECIFIC knows it by."""
+    """The names by which SPECIFIC knows each module of the graph, also inside an island."""
     nodes = [n for n in gm.graph.nodes if _weighted(n, gm)]
     behind = _reach(gm, nodes, forwards=True)
     before = _reach(gm, nodes, forwards=False)
@@ -41,8 +42,12 @@ def _weighted(node: fx.Node, gm: fx.GraphModule) -> list[nn.Module]:
 
 def _reach(gm: fx.GraphModule, nodes: list[fx.Node], forwards: bool) -> set[fx.Node]:
     """Nodes that a value of `nodes` reaches, or that reach one of them; themselves only through another."""
-    sources, reached = set(nodes), set[fx.Node]()
-    order = list(gm.graph.nodes) if forwards else list(reversed(gm.graph.nodes))
+    sources = set(nodes)
+    reached = set[fx.Node]()
+    if forwards:
+        order = list(gm.graph.nodes)
+    else:
+        order = list(reversed(gm.graph.nodes))
     for node in order:
         earlier = node.all_input_nodes if forwards else node.users
         if any(n in sources or n in reached for n in earlier):
@@ -54,7 +59,8 @@ def _readers(node: fx.Node, gm: fx.GraphModule) -> list[nn.Module]:
     """Ops without weights in front of a layer, each of which only the next one reads."""
     found: list[nn.Module] = []
     while node.args and isinstance(node.args[0], fx.Node):
-        reader, node = node, node.args[0]
+        reader = node
+        node = node.args[0]
         others = [user for user in node.users if user is not reader and not is_bookkeeping(user)]
         if node.op == "placeholder" or others or _weighted(node, gm):
             break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_of
+from sparsebit.graph.ops import called_module, inputs_of, module_of
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.float_forms import FloatForm
 from sparsebit.quantization.layers import input_carriers, is_active, moves_values
@@ -25,7 +25,7 @@ def float_attention(gm: fx.GraphModule) -> list[FloatForm]:
     """Every product of probabilities and values: the quantizers of both."""
     found = []
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if module is None:
             continue
         quantizers = _of_blocks(module)
@@ -42,7 +42,11 @@ def float_attention(gm: fx.GraphModule) -> list[FloatForm]:
 def _of_blocks(module: nn.Module) -> list[Quantizer | None]:
     """nn.MultiheadAttention, also inside of a transformer layer."""
     blocks = [block for block in module.modules() if isinstance(block, QMultiheadAttention)]
-    return [identity.input_quantizer for block in blocks for identity in (block.probs, block.value)]
+    found: list[Quantizer | None] = []
+    for block in blocks:
+        for identity in (block.probs, block.value):
+            found.append(identity.input_quantizer)
+    return found
 
 
 def _of_attention(node: fx.Node, module: Attention, gm: fx.GraphModule) -> list[Quantizer | None]:

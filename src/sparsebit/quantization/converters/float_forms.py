@@ -47,12 +47,14 @@ class FloatForm:
 
 def float_forms(gm: fx.GraphModule) -> list[FloatForm]:
     """Every place where a smooth activation behind, or in front of, a convolution can be computed in float."""
-    calls, found = module_calls(gm), []
+    calls = module_calls(gm)
+    found = []
     for node in gm.graph.nodes:
         conv = _module(node, gm)
         if not isinstance(conv, QConv2d) or calls[str(node.target)] > 1 or not _is_plain(conv):
             continue
-        behind, reads_smooth = gate_behind(node, gm), _reads_smooth(node, gm)
+        behind = gate_behind(node, gm)
+        reads_smooth = _reads_smooth(node, gm)
         quantizers = behind if is_pointwise(conv) else []
         if _is_better_in_float(conv, reads_smooth) and (behind or (is_depthwise(conv) and reads_smooth)):
             quantizers = [q for q in conv.quantizers() if is_active(q)] + behind
@@ -62,7 +64,7 @@ def float_forms(gm: fx.GraphModule) -> list[FloatForm]:
 
 
 def _is_plain(conv: QConv2d) -> bool:
-    """8 bits for onnxruntime, on grids that nobody learns."""
+    """8 bits for onnxruntime, on grids that are not learned."""
     found = [q for q in conv.quantizers() if is_active(q)]
     plain = all(q.TYPE == "uniform" and q.bit == 8 and q.backend is Backend.ONNXRUNTIME for q in found)
     return plain and len(found) == 2
@@ -87,9 +89,9 @@ def gate_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
             continue
         found += [module.input_quantizer]
         for identity in user.users:
-            product = (
-                next(iter(identity.users), None) if isinstance(_module(identity, gm), QIdentity) else None
-            )
+            product = None
+            if isinstance(_module(identity, gm), QIdentity):
+                product = next(iter(identity.users), None)
             if product is None or not isinstance(_module(product, gm), QMul):
                 continue
             factors = [x for x in inputs_of(product) if isinstance(_module(x, gm), QIdentity)]
@@ -105,7 +107,9 @@ def _constant_behind(node: fx.Node, gm: fx.GraphModule) -> list[Quantizer]:
     if len(node.users) != 1:
         return []
     identity = next(iter(node.users))
-    total = next(iter(identity.users), None) if isinstance(_module(identity, gm), QIdentity) else None
+    total = None
+    if isinstance(_module(identity, gm), QIdentity):
+        total = next(iter(identity.users), None)
     if total is None or _summand(total, gm) is not node:
         return []
     return [_module(x, gm).input_quantizer for x in inputs_of(total) if isinstance(_module(x, gm), QIdentity)]
@@ -115,7 +119,9 @@ def _summand(total: fx.Node, gm: fx.GraphModule) -> fx.Node | None:
     """x, if `total` is x + constant."""
     if not isinstance(_module(total, gm), QAdd):
         return None
-    inputs = [inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x for x in inputs_of(total)]
+    inputs = []
+    for x in inputs_of(total):
+        inputs.append(inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x)
     varying = [x for x in inputs if x.op != "get_attr"]
     return varying[0] if len(varying) == 1 else None
 
@@ -125,9 +131,13 @@ def _reads_smooth(node: fx.Node, gm: fx.GraphModule) -> bool:
     source = _summand(source, gm) or source
     if not isinstance(_module(source, gm), QMul):
         return isinstance(_module(source, gm), ACTIVATIONS)
-    factors = [inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x for x in inputs_of(source)]
+    factors = []
+    for x in inputs_of(source):
+        factors.append(inputs_of(x)[0] if isinstance(_module(x, gm), QIdentity) else x)
     return any(isinstance(_module(x, gm), ACTIVATIONS) for x in factors)
 
 
 def _module(node: fx.Node | None, gm: fx.GraphModule) -> Any:
-    return module_of(node, gm) if node is not None and node.op == "call_module" else None
+    if node is not None and node.op == "call_module":
+        return module_of(node, gm)
+    return None

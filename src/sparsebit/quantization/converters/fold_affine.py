@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import inputs_of, is_bookkeeping, module_calls, module_of, name_of, writes_input
+from sparsebit.graph.ops import called_module, inputs_of, is_bookkeeping, module_calls, name_of, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.simplify.constant_operands import constant_tensor
 from sparsebit.graph.simplify.settle_ranks import is_float
@@ -58,7 +58,7 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
         found = read_affine(node, gm)
         if found is not None and (_is_neutral(found, gm) or _fold_back(found, gm)):
             node.replace_all_uses_with(found.source)
-            node.args = ()  # it is no reader any more
+            node.args = ()  # it is not a reader any more
             folded += 1
     for node in reversed(list(gm.graph.nodes)):
         found = read_affine(node, gm)
@@ -68,15 +68,19 @@ def fold_affine(gm: fx.GraphModule, ctx: Any = None) -> int:
 
 
 def read_affine(node: fx.Node, gm: fx.GraphModule) -> Affine | None:
-    """What the node computes, if one of its two operands is a constant."""
-    kind = KINDS.get(name_of(node)) if node.op in ("call_function", "call_method") else None
+    """The factor or summand of the node, if one of its two operands is a constant."""
+    kind = None
+    if node.op in ("call_function", "call_method"):
+        kind = KINDS.get(name_of(node))
     if kind is None or node.kwargs or len(node.args) != 2 or writes_input(node, gm) or not node.users:
         return None
     first, second = node.args
     if constant_tensor(second, gm) is not None:
-        source, other = first, constant_tensor(second, gm)
+        source = first
+        other = constant_tensor(second, gm)
     elif kind in ("mul", "add"):
-        source, other = second, constant_tensor(first, gm)
+        source = second
+        other = constant_tensor(first, gm)
     else:
         return None
     if other is None or not isinstance(source, fx.Node) or constant_tensor(source, gm) is not None:
@@ -101,7 +105,8 @@ def _is_neutral(found: Affine, gm: fx.GraphModule) -> bool:
 
 def _fold_back(found: Affine, gm: fx.GraphModule) -> bool:
     """Into the layer that computes the value, if nothing else reads it."""
-    source, node = found.source, found.node
+    source = found.source
+    node = found.node
     layer = _layer(source, gm, LAYERS)
     readers = [user for user in source.users if not is_bookkeeping(user)]
     if layer is None or readers != [node]:
@@ -119,7 +124,7 @@ def _fold_back(found: Affine, gm: fx.GraphModule) -> bool:
 
 def _layer(node: fx.Node, gm: fx.GraphModule, kinds: tuple[type[nn.Module], ...]) -> Any:
     """The layer that the node calls, if no other node calls it and its forward is torch's own."""
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if not isinstance(module, kinds) or module_calls(gm)[str(node.target)] > 1:
         return None
     if forward_owner(type(module)) not in (*kinds, *(kind.__mro__[1] for kind in NORMS)):
@@ -159,11 +164,11 @@ def _per_channel(value: Tensor, channels: int, layer: nn.Module) -> Tensor | Non
 @torch.no_grad()
 def _change(layer: Any, scale: Tensor, shift: Tensor) -> None:
     """Make the layer compute `layer(x) * scale + shift`. New parameters: others may share the old ones."""
-    weight, bias = layer.weight, layer.bias
+    weight = layer.weight
+    bias = layer.bias
     factor = scale.to(weight.device)
-    if isinstance(
-        layer, TRANSPOSED
-    ):  # (in, out / groups, ...): group g of the inputs makes group g of the outputs
+    # (in, out / groups, ...): group g of the inputs makes group g of the outputs
+    if isinstance(layer, TRANSPOSED):
         parts = weight.double().unflatten(0, (layer.groups, -1))
         per_group = factor.reshape(layer.groups, 1, -1, *[1] * (weight.dim() - 2))
         new = (parts * per_group).flatten(0, 1)
@@ -179,7 +184,8 @@ def _change(layer: Any, scale: Tensor, shift: Tensor) -> None:
 
 def _fold_ahead(found: Affine, gm: fx.GraphModule) -> bool:
     """A number into the weights of the layers that read the product, also from behind the sum with a constant."""
-    node, end = found.node, found.node
+    node = found.node
+    end = found.node
     if found.scale.numel() != 1 or found.scale.dim() > 4:
         return False
     readers = [user for user in node.users if not is_bookkeeping(user)]
@@ -218,5 +224,6 @@ def _divide_constant(shifted: Affine, by: float, gm: fx.GraphModule) -> bool:
         with gm.graph.inserting_before(shifted.node):
             constant = gm.graph.get_attr(name)
     shifted.node.args = (shifted.source, constant)
-    shifted.node.op, shifted.node.target = "call_function", torch.add
+    shifted.node.op = "call_function"
+    shifted.node.target = torch.add
     return True

@@ -1,4 +1,4 @@
-"""Islands run as they are; the layers inside them are quantized in place."""
+"""Islands run their own code; the layers inside them are quantized in place."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sparsebit.quantization.modules.own_forward import own_forward
 
 
 def quantize_inside(module: nn.Module, config: Any) -> int:
-    """Swap every layer with a weight matrix below `module` for its QModule; returns how many.
+    """Replace every layer with a weight matrix below `module` by its QModule; returns their number.
 
-    Norms and activations stay as they are: without a graph nobody knows what they are computed together with.
+    Norms and activations are not replaced: without a graph it is unknown which ops are fused with them.
     """
     made: dict[nn.Module, nn.Module] = {}
     _swap(module, config, made)
@@ -37,7 +37,7 @@ def _swap(module: nn.Module, config: Any, made: dict[nn.Module, nn.Module]) -> N
 
 
 def quantized_class(module: nn.Module) -> type[nn.Module] | None:
-    """What replaces a layer with a weight matrix: its QModule, or its own forward, quantized."""
+    """The replacement of a layer with a weight matrix: its QModule, or its own forward, quantized."""
     if not any(p.dim() > 1 for p in module.parameters()):
         return None
     return qmodule_of(type(module)) or own_forward(type(module))

@@ -37,7 +37,7 @@ class Branch:
     path: str
 
     def scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
-        """What the norm does to each channel, in double precision."""
+        """The factor and the summand of the norm for each channel, in double precision."""
         norm: Any = self.norm
         if norm is None:
             return None
@@ -46,7 +46,8 @@ class Branch:
         shift = -norm.running_mean.double() * scale
         if norm.affine:
             weight = norm.weight.detach().double()
-            scale, shift = scale * weight, shift * weight + norm.bias.detach().double()
+            scale = scale * weight
+            shift = shift * weight + norm.bias.detach().double()
         return scale, shift
 
 
@@ -56,7 +57,8 @@ class Branch:
     keeps_output=True,
 )
 def merge_branches(gm: fx.GraphModule, ctx: Any) -> int:
-    merged, calls = 0, module_calls(gm)
+    merged = 0
+    calls = module_calls(gm)
     for node in reversed(list(gm.graph.nodes)):  # the last addition of a sum comes first
         if not _is_add(node, gm):
             continue
@@ -101,12 +103,16 @@ def _layer(node: fx.Node, gm: fx.GraphModule, calls: Any, kinds: tuple[type, ...
         return None
     module = module_of(node, gm)
     hooked = module._forward_hooks or module._forward_pre_hooks
-    return module if forward_owner(type(module)) in kinds and not hooked else None
+    if forward_owner(type(module)) in kinds and not hooked:
+        return module
+    return None
 
 
 def _input(node: fx.Node) -> fx.Node | None:
     found = node.all_input_nodes
-    return found[0] if len(found) == 1 and node.args == (found[0],) else None
+    if len(found) == 1 and node.args == (found[0],):
+        return found[0]
+    return None
 
 
 def _is_settled(norm: Any) -> bool:
@@ -143,7 +149,7 @@ def _drop_summand(end: fx.Node) -> None:
     other = next(a for a in add.args if a is not end)
     assert isinstance(other, fx.Node)
     add.replace_all_uses_with(other)
-    add.args = (other, other)  # nobody reads it: it is removed as dead code, and no longer reads `end`
+    add.args = (other, other)  # it has no reader: it is removed as dead code, and no longer reads `end`
 
 
 def _fits(branch: Branch, into: Any) -> bool:
@@ -175,7 +181,10 @@ def _kernel(branch: Branch, into: Any) -> tuple[Tensor, Tensor]:
         bias = weight.new_zeros(into.out_channels)
     else:
         weight = conv.weight.detach().double()
-        bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach().double()
+        if conv.bias is None:
+            bias = weight.new_zeros(len(weight))
+        else:
+            bias = conv.bias.detach().double()
     found = branch.scale_and_shift()
     if found is not None:
         scale, shift = found

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
-from sparsebit.graph.ops import argument, module_calls, module_of
+from sparsebit.graph.ops import argument, called_module, module_calls
 from sparsebit.quantization.layers import is_active
 from sparsebit.quantization.modules import Opr, QuantOpr, find_qmodule
 from sparsebit.quantization.modules.activations import QHardTanh, QReLU, QReLU6
@@ -53,7 +53,10 @@ MOVERS = (  # they keep the range of the values: an observer behind them sees wh
 )
 PICKERS = (Concat, Stack, Split)  # an observer behind them sees another range
 PADS = ("zeros", "reflect", "replicate", "circular")  # of codes; zero is a code of every grid
-CLIP, VANISHES, MOVE, PICK = "clip", "vanishes", "move", "pick"
+CLIP = "clip"
+VANISHES = "vanishes"
+MOVE = "move"
+PICK = "pick"
 MOVED_ONCE = (  # only the exporter moves a quantizer in front of these; onnxruntime does it for the others, once more
     *(
         PixelShuffle,
@@ -78,7 +81,7 @@ NAMED: dict[Any, tuple[str, tuple[str, ...]]] = {  # of these only some function
 
 @dataclass(frozen=True)
 class Reader:
-    """A quantizer that reads a value, and what stands between."""
+    """A quantizer that reads a value, and the ops between them."""
 
     quantizer: Quantizer
     calls: int
@@ -92,14 +95,17 @@ class Reader:
         if not q.calibrated and q.tied:
             return q.spec, self.clipped, id(q.tied)
         if not q.calibrated:
-            owner = q if self.calls > 1 else None  # it sees more values than those of this call
+            # it sees more values than those of this call
+            owner = None
+            if self.calls > 1:
+                owner = q
             return q.spec, self.clipped, q.TYPE, type(q.observer), self.picked, owner
         starts_at_zero = not q.is_symmetric and not q.zero_point.any()
         clip = self.clipped and not starts_at_zero  # the clip changes no code of a grid that starts there
         return q.spec, clip, q.scale.flatten().tolist(), q.zero_point.flatten().tolist()
 
     def behind(self, node: fx.Node, how: str) -> Reader:
-        """The same quantizer, seen from in front of `node`."""
+        """This quantizer, seen from the input of `node`."""
         if how == CLIP:
             return replace(self, clipped=True)
         picked = (node, *self.picked) if how == PICK else self.picked
@@ -111,7 +117,9 @@ class OutputGrids:
 
     def __init__(self, gm: fx.GraphModule, all_readers: bool = False):
         """`all_readers`: also those in front of which no quantizer is moved, because others read the same value."""
-        self.gm, self.calls, self.all_readers = gm, module_calls(gm), all_readers
+        self.gm = gm
+        self.calls = module_calls(gm)
+        self.all_readers = all_readers
         self.known: dict[fx.Node, list[Reader] | None] = {}
 
     def __contains__(self, node: fx.Node) -> bool:
@@ -128,7 +136,7 @@ class OutputGrids:
             users = [user for user in node.users if not self._reads_size(user)]
             if len(users) > 1:
                 return True
-            module = module_of(node, self.gm) if node.op == "call_module" else None
+            module = called_module(node, self.gm)
             sources = node.all_input_nodes
             if not self._between(node, module) or isinstance(module, (Concat, Stack)) or len(sources) != 1:
                 return False
@@ -139,11 +147,13 @@ class OutputGrids:
         return self._readers(node) is not None and node not in self
 
     def float_edges(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """(value, reader) for everything that reads the output in float, as it is or moved around."""
+        """(value, reader) for every reader of the output in float, directly or behind ops that only move it."""
         found: list[tuple[fx.Node, fx.Node]] = []
         for user in node.users:
-            module = module_of(user, self.gm) if user.op == "call_module" else None
-            quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+            module = called_module(user, self.gm)
+            quantizer = None
+            if isinstance(module, QuantOpr):
+                quantizer = module.input_quantizer
             if self._reads_size(user) or (quantizer is not None and is_active(quantizer)):
                 continue
             found += self.float_edges(user) if self._between(user, module) else [(node, user)]
@@ -153,21 +163,24 @@ class OutputGrids:
         """All quantizers that read the value; None: something reads it in float."""
         if node not in self.known:
             found = [self._of_user(user) for user in node.users if not self._reads_size(user)]
-            everybody = (
-                [] if None in found else [reader for readers in found if readers for reader in readers]
-            )
+            everybody: list[Reader] = []
+            if None not in found:
+                for readers in found:
+                    everybody.extend(readers or [])
             self.known[node] = everybody or None
         return self.known[node]
 
     def _reads_size(self, user: fx.Node) -> bool:
         """`x.size(0)`, `x.device`, `torch.zeros_like(x)`: the values do not matter."""
-        module = module_of(user, self.gm) if user.op == "call_module" else None
+        module = called_module(user, self.gm)
         is_property = isinstance(module, QGetAttr) and reads_property(user)
         return is_property or isinstance(module, Create) or is_number(user, self.gm)
 
     def _of_user(self, user: fx.Node) -> list[Reader] | None:
-        module = module_of(user, self.gm) if user.op == "call_module" else None
-        quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+        module = called_module(user, self.gm)
+        quantizer = None
+        if isinstance(module, QuantOpr):
+            quantizer = module.input_quantizer
         if quantizer is not None and is_active(quantizer):
             return [Reader(quantizer, self.calls[str(user.target)])]
         how = self._between(user, module)
@@ -180,10 +193,14 @@ class OutputGrids:
         return [reader.behind(user, how) for reader in readers]
 
     def _between(self, node: fx.Node, module: Any) -> str:
-        """What the op is for a quantizer behind it; "": the quantizer stays behind it."""
+        """The kind of the op for a quantizer behind it; "": the quantizer stays behind it."""
         if not node.op.startswith("call"):
             return ""
-        kind = type(module) if isinstance(module, Opr) else find_qmodule(node, self.gm)
+        kind: type[nn.Module] | None
+        if isinstance(module, Opr):
+            kind = type(module)
+        else:
+            kind = find_qmodule(node, self.gm)
         is_kind = lambda *kinds: kind is not None and issubclass(kind, kinds)
         if is_kind(QInterpolate, QUpsample) and not str(getattr(module, "mode", "")).startswith("nearest"):
             return ""
@@ -216,7 +233,10 @@ def _function(module: Any) -> str:
 
 def _is_moved_once(node: fx.Node, module: Any) -> bool:
     if isinstance(module, QGetItem):
-        parts = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if isinstance(node.args[1], tuple):
+            parts = node.args[1]
+        else:
+            parts = (node.args[1],)
         return any(isinstance(part, int) for part in parts)
     return isinstance(module, MOVED_ONCE) or (isinstance(module, Move) and _function(module) == "roll")
 
@@ -228,5 +248,5 @@ def _is_slice(index: Any) -> bool:
 
 
 def _is_one(size: Any) -> bool:
-    """A maximum over everything is no pool in the file."""
+    """A maximum over everything is not a pool in the file."""
     return all(n == 1 for n in (size if isinstance(size, (tuple, list)) else (size,)))

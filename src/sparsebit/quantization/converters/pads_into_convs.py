@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import argument, module_of
+from sparsebit.graph.ops import argument, called_module, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.modules.conv import QConv1d, QConv2d, QConv3d
 from sparsebit.quantization.modules.float_ops.pad import Pad, padded_with
@@ -22,21 +22,24 @@ CONVS = (QConv1d, QConv2d, QConv3d)
 def pads_into_convs(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in list(gm.graph.nodes):
-        conv: Any = module_of(node, gm) if node.op == "call_module" else None
-        pad = node.args[0] if isinstance(conv, CONVS) and len(node.args) == 1 else None
+        conv: Any = called_module(node, gm)
+        pad = None
+        if isinstance(conv, CONVS) and len(node.args) == 1:
+            pad = node.args[0]
         if not isinstance(pad, fx.Node) or len(pad.users) > 1 or pad.op != "call_module" or node.kwargs:
             continue
         amounts = _amounts(pad, module_of(pad, gm), len(conv.kernel_size))
         if amounts is None:
             continue
-        node.args, node.kwargs = (pad.args[0],), {"pad": amounts}
+        node.args = (pad.args[0],)
+        node.kwargs = {"pad": amounts}
         gm.graph.erase_node(pad)
         changed += 1
     return changed
 
 
 def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
-    """How many zeros, last axis first, as F.pad takes them; None: something else, other axes too, or values go."""
+    """The numbers of zeros, last axis first, in the form of F.pad; None: it pads other values or axes, or crops."""
     if not isinstance(module, Pad) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     layer = module.__dict__.get("op") or module._modules.get("op")
@@ -44,9 +47,11 @@ def _amounts(node: fx.Node, module: nn.Module, dims: int) -> Any:
         return None
     amounts: Any = layer.padding if isinstance(layer, nn.Module) else argument(node, 1, "pad")
     is_spatial = isinstance(amounts, (tuple, list)) and len(amounts) <= 2 * dims
-    return list(amounts) if is_spatial and not any(_is_negative(n) for n in amounts) else None
+    if is_spatial and not any(_is_negative(n) for n in amounts):
+        return list(amounts)
+    return None
 
 
 def _is_negative(amount: Any) -> bool:
-    """A size that the graph computes is taken as it is: it belongs to SAME padding."""
+    """A size that the graph computes is trusted: it belongs to SAME padding."""
     return isinstance(amount, int) and amount < 0

@@ -20,7 +20,10 @@ def passes_named(names: Iterable[str], built_in: Sequence[GraphPass], package: s
     a ReplacePatternBase, or several of them in the list `ReplacePatterns`.
     """
     known = {step.name: step for step in built_in}
-    return [known[name] if name in known else _own_pass(name, known, package) for name in names]
+    found: list[GraphPass] = []
+    for name in names:
+        found.append(known[name] if name in known else _own_pass(name, known, package))
+    return found
 
 
 def _own_pass(name: str, known: Iterable[str], package: str) -> GraphPass:
@@ -34,10 +37,15 @@ def _own_pass(name: str, known: Iterable[str], package: str) -> GraphPass:
         raise GraphError(
             f"task {name!r}: {module.__file__} has no ReplacePattern and no list ReplacePatterns"
         )
-    patterns = module.ReplacePatterns if hasattr(module, "ReplacePatterns") else [module.ReplacePattern]
+    if hasattr(module, "ReplacePatterns"):
+        patterns = module.ReplacePatterns
+    else:
+        patterns = [module.ReplacePattern]
 
     def run(gm: fx.GraphModule, ctx: Any) -> int:
-        made = [pattern() if isinstance(pattern, type) else pattern for pattern in patterns]
+        made = []
+        for pattern in patterns:
+            made.append(pattern() if isinstance(pattern, type) else pattern)
         return sum(bool(pattern.apply(gm)) for pattern in made)
 
     return GraphPass(name, run)

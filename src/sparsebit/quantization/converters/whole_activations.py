@@ -65,7 +65,10 @@ def _replace(last: fx.Node, gm: fx.GraphModule) -> int:
 
 def _outside(inside: list[fx.Node], gm: fx.GraphModule) -> list[fx.Node]:
     """The values that `inside` reads, in the order of the graph; constants do not count."""
-    read = {value for node in inside for value in inputs_of(node)}
+    read = set()
+    for node in inside:
+        for value in inputs_of(node):
+            read.add(value)
     varying = [value for value in read if value not in inside and constant_number(value, gm) is None]
     return sorted(varying)
 
@@ -97,7 +100,7 @@ def _activation(
 
 
 def _values(inside: list[fx.Node], source: fx.Node, gm: fx.GraphModule) -> Tensor | None:
-    """What the nodes compute at the points; None where that fails or is no tensor of doubles."""
+    """What the nodes compute at the points; None where that fails or is not a tensor of doubles."""
     known: dict[fx.Node, Any] = {source: POINTS}
     for node in sorted(inside):
         for value in node.all_input_nodes:
@@ -105,16 +108,20 @@ def _values(inside: list[fx.Node], source: fx.Node, gm: fx.GraphModule) -> Tenso
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
         try:
             known[node] = _call(node, gm)(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an argument that is no number
+        except (TypeError, ValueError, RuntimeError, ArithmeticError):  # an argument that is not a number
             return None
     last = known[inside[0]]
-    return last if isinstance(last, Tensor) and last.dtype == torch.float64 else None
+    if isinstance(last, Tensor) and last.dtype == torch.float64:
+        return last
+    return None
 
 
 def _call(node: fx.Node, gm: fx.GraphModule) -> Any:
     if node.op == "call_module":
         return module_of(node, gm)
-    return getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target))
+    return node.target
 
 
 def _put(last: fx.Node, source: fx.Node, found: tuple[Any, dict[str, Any]], gm: fx.GraphModule) -> None:

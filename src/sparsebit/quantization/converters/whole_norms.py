@@ -53,7 +53,9 @@ def _read(node: fx.Node, gm: fx.GraphModule) -> WrittenNorm | None:
     if name_of(root) == "pow" and constant_number(argument(root, 1, "exponent"), gm) != 0.5:
         return None
     inside: Any = root.args[0]
-    eps = constant_number(inside.args[1], gm) if _is(inside, "add") and len(inside.args) == 2 else None
+    eps = None
+    if _is(inside, "add") and len(inside.args) == 2:
+        eps = constant_number(inside.args[1], gm)
     if eps is None:
         return None
     variance = inside.args[0]
@@ -75,7 +77,8 @@ def _read_scale(found: WrittenNorm, gm: fx.GraphModule) -> None:
     weight = _other(product, found.end, PRODUCTS, gm)
     if product is None or weight is None or weight.numel() != weight.shape[-1:].numel() or weight.dim() == 0:
         return
-    found.end, found.weight = product, weight.reshape(-1)
+    found.end = product
+    found.weight = weight.reshape(-1)
     total = _only_reader(product)
     bias = _other(total, product, ("add",), gm)
     if (
@@ -84,7 +87,8 @@ def _read_scale(found: WrittenNorm, gm: fx.GraphModule) -> None:
         and bias.dim()
         and bias.numel() == bias.shape[-1] == found.weight.numel()
     ):
-        found.end, found.bias = total, bias.reshape(-1)
+        found.end = total
+        found.bias = bias.reshape(-1)
 
 
 def _put(found: WrittenNorm, gm: fx.GraphModule) -> None:
@@ -116,7 +120,7 @@ def _has_two_nodes(node: fx.Node) -> bool:
 
 
 def _is_mean(node: Any, gm: fx.GraphModule) -> bool:
-    """Over the last axis, which stays."""
+    """Is it a mean over the last axis, with keepdim?"""
     if not _is(node, "mean") or not node.args:
         return False
     axis = argument(node, 1, "dim")

@@ -165,8 +165,8 @@ def is_float_sum(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
 def is_read_in_float(node: fx.Node, gm: fx.GraphModule, depth: int = 8) -> bool:
     """Does a norm, also one that is written by hand, read the value, directly or through ops that only move it?
 
-    Tokens and channels of very different size meet in the sums in front of a norm: one scale for all of them costs 10
-    dB (class tokens), and no runtime adds in integers if the result must be float.
+    Tokens and channels of very different size meet in the sums in front of a norm. One scale for all of them costs 10
+    dB (class tokens). No runtime adds in integers if the result must be float.
     """
     for user in node.users if depth else ():
         module = called_module(user, gm)

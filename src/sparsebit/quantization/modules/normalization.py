@@ -1,5 +1,5 @@
-"""Normalisations stay float: a BatchNorm is folded into the op before it, and no runtime computes the others in
-integers, while one scale for values that a norm still has to make equal costs 10 to 20 dB (vision transformers)."""
+"""Normalisations stay float. A BatchNorm is folded into the op before it, and no runtime computes the others in
+integers. One scale for the unequal inputs of a norm would cost 10 to 20 dB (vision transformers)."""
 
 from __future__ import annotations
 

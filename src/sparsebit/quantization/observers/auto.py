@@ -66,4 +66,4 @@ class AutoObserver(Observer):
         return self.members[CANDIDATES[0]].calc_minmax()
 
 
-Observer = AutoObserver  # type: ignore[misc,assignment]
+Observer = AutoObserver  # type: ignore[misc]

@@ -1,8 +1,8 @@
 """Units of reconstruction: stretches of the graph that are matched to the float network as a whole.
 
 The graph is cut wherever only one value connects its two sides. A stretch between two cuts that holds several layers,
-such as a residual block, is a unit; layers in a plain row are taken together in threes (an inverted bottleneck
-without shortcut); a stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may
+such as a residual block, is a unit. Layers in a plain row are taken together in threes (an inverted bottleneck without
+shortcut). A stretch without cuts that is too long (dense blocks, U-Nets) is divided by layers. A unit may
 have several inputs and several outputs.
 """
 

@@ -23,10 +23,12 @@ __all__ = ["FINAL_PASSES", "FUSE_PASSES", "fuse_operations", "own_tasks"]
 def own_tasks(gm: fx.GraphModule, ctx: Any) -> int:
     """Legacy: the tasks that users appended to `lists`; a pass, so that QuantModel runs them too."""
     steps = _listed(own_only=True)
-    return sum(report.changes for report in run_passes(gm, steps, ctx)) if steps else 0
+    if steps:
+        return sum(report.changes for report in run_passes(gm, steps, ctx))
+    return 0
 
 
-# after the passes that users hand to QuantModel; reuse_memory looks at who reads what, so it is the last
+# after the passes that users hand to QuantModel; reuse_memory looks at the readers of values, so it is the last
 FINAL_PASSES = [own_tasks, _reuse_memory]
 
 
@@ -49,7 +51,10 @@ def _listed(own_only: bool = False) -> list[GraphPass]:
     built_in = {step.name for step in FUSE_PASSES}
     names = [name for name in lists if not own_only or name not in built_in]
     passes = passes_named(names, FUSE_PASSES, __name__)
-    return [step if step.name in built_in else _switched(step) for step in passes]
+    found: list[GraphPass] = []
+    for step in passes:
+        found.append(step if step.name in built_in else _switched(step))
+    return found
 
 
 def _switched(step: GraphPass) -> GraphPass:

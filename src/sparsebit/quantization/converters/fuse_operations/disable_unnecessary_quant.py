@@ -1,5 +1,5 @@
-"""disable_unnecessary_quant: an activation that the runtime computes together with the op before it needs no
-quantizer of its own input.
+"""disable_unnecessary_quant: an activation that the runtime computes together with the op before it needs no input
+quantizer.
 
 onnxruntime fuses only clips. Its convolutions are integer only if their output is: there an activation that is no
 clip keeps its quantizer. (A Linear is integer with float output too.)
@@ -92,7 +92,8 @@ def wants_integer_output(conv: Any, behind: Quantizer) -> bool:
     """Is `conv` an integer convolution in onnxruntime if its output is quantized, at a price worth paying?"""
     if behind.backend is not Backend.ONNXRUNTIME or not isinstance(conv, INTEGER_CONVS):
         return False
-    weight, inputs = conv.weight_quantizer, conv.input_specs()
+    weight = conv.weight_quantizer
+    inputs = conv.input_specs()
     if weight is None or weight.absorbed or not inputs:
         return False
     return behind.bit == 8 and not why_float("Conv", weight.spec, inputs, output=True)
@@ -120,7 +121,10 @@ def make_chain_connection(op_types: Sequence[Any]) -> list[MatchingNode]:
     """Legacy: a pattern of ops that read each other: `[QConv2d, (QReLU, QReLU6)]`, first the op, then its reader."""
     nodes: list[MatchingNode] = []
     for i, ops in enumerate(op_types):
-        kinds = list(ops) if isinstance(ops, (tuple, list, set, frozenset)) else [ops]
+        if isinstance(ops, (tuple, list, set, frozenset)):
+            kinds = list(ops)
+        else:
+            kinds = [ops]
         before = [nodes[-1].name] if nodes else []
         nodes.append(MatchingNode(f"op_{i}", before, kinds, input_match_type=InputMatchingType.SUBSET))
     return nodes

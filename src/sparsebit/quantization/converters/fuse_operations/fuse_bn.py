@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.pattern import Match, Pat, Rule
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import CLIPS, SMOOTH
@@ -35,7 +35,7 @@ from sparsebit.quantization.modules.normalization import (
 from sparsebit.quantization.modules.shape import Flatten, Reshape
 from sparsebit.quantization.modules.unary import Dropout
 
-LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # what each BatchNorm can be folded into
+LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # the layer that each BatchNorm can be folded into
     QBatchNorm1d: (QConv1d, QConvTranspose1d, QLinear),
     QBatchNorm2d: (QConv2d, QConvTranspose2d),
     QBatchNorm3d: (QConv3d, QConvTranspose3d),
@@ -48,7 +48,8 @@ LAYERS: dict[type[nn.Module], tuple[Any, ...]] = {  # what each BatchNorm can be
 )
 def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
     def fold(m: Match) -> fx.Node | None:
-        conv, bn = m.module("conv"), m.module("bn")
+        conv = m.module("conv")
+        bn = m.module("bn")
         norms = _always_together(m["conv"], m["bn"], gm)
         if norms is None:
             return m.decline("the layer or the BatchNorm is also called without the other")
@@ -61,7 +62,7 @@ def fuse_bn(gm: fx.GraphModule, ctx: Any) -> int:
         fold_into(conv, bn)
         for norm in norms:  # the other calls of the same pair
             norm.replace_all_uses_with(norm.all_input_nodes[0])
-            norm.args = ()  # it is no reader any more; dead code goes when the pass is done
+            norm.args = ()  # it is not a reader any more; dead code is removed at the end of the pass
         gm.__dict__[f"{m['conv'].name}_bn"] = conv  # the original's name for a folded layer
         return m["conv"]
 
@@ -88,16 +89,18 @@ class ReplacePattern(PassPattern):
 
 
 def rank_of(node: fx.Node, gm: fx.GraphModule) -> int | None:
-    """How many dimensions the value of `node` has, where an example or the ops before it tell; else None."""
+    """The number of dimensions of the value of `node`, if an example or the ops before it show it; otherwise None."""
     known = node.meta.get("tensor_meta", node.meta.get("val"))
     if known is not None and hasattr(known, "shape"):
         return len(known.shape)
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     if isinstance(module, Flatten):
         return 2 if _flattened(node, module) == (1, -1) else None
     if isinstance(module, Reshape):
         sizes = node.args[1] if len(node.args) == 2 else node.args[1:]
-        return len(sizes) if isinstance(sizes, (tuple, list)) and sizes else None
+        if isinstance(sizes, (tuple, list)) and sizes:
+            return len(sizes)
+        return None
     if isinstance(module, (QLinear, QBatchNorm1d, Dropout, *CLIPS, *SMOOTH, QGELU)) and node.all_input_nodes:
         return rank_of(node.all_input_nodes[0], gm)
     return None
@@ -127,9 +130,8 @@ def fold_into(conv: QuantOpr, bn: Any) -> None:
         parts = weight.unflatten(0, (conv.groups, -1))
         factor = gamma.to(weight.dtype).reshape(conv.groups, 1, -1, *shape[2:])
         folded = (parts * factor).flatten(0, 1)
-    conv.weight = nn.Parameter(
-        folded, requires_grad=weight.requires_grad
-    )  # a new one: others may share the old
+    # a new one: others may share the old
+    conv.weight = nn.Parameter(folded, requires_grad=weight.requires_grad)
     bias = shift if conv.bias is None else conv.bias * gamma + shift
     conv.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=weight.requires_grad)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
     INTEGER_CONVS,
@@ -33,7 +33,7 @@ PRODUCTS_PER_VALUE = 48
 def integer_outputs(gm: fx.GraphModule, ctx: Any) -> int:
     inserted = 0
     for node in list(gm.graph.nodes):
-        conv: Any = module_of(node, gm) if node.op == "call_module" else None
+        conv: Any = called_module(node, gm)
         if not isinstance(conv, INTEGER_CONVS) or conv.input_quantizer is None or is_pointwise(conv):
             continue
         if not wants_integer_output(conv, conv.input_quantizer) or not _is_worth_it(conv):
@@ -52,7 +52,7 @@ def _is_worth_it(conv: Any) -> bool:
 
 
 def _must_be_float(reader: fx.Node, gm: fx.GraphModule, config: Any) -> bool:
-    module = module_of(reader, gm) if reader.op == "call_module" else None
+    module = called_module(reader, gm)
     return (
         reader.op == "output"
         or isinstance(module, (QSoftmax, *FLOAT_READERS))
@@ -66,5 +66,7 @@ def _is_switched_off(module: Any, config: Any) -> bool:
         return True
     if isinstance(module, MultipleInputsQuantOpr):
         return not module.wants_input_quant(config)
-    quantizer = module.input_quantizer if isinstance(module, QuantOpr) else None
+    quantizer = None
+    if isinstance(module, QuantOpr):
+        quantizer = module.input_quantizer
     return quantizer is not None and bool(quantizer.cfg.quantizer.disable)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.ops import module_of
+from sparsebit.graph.ops import called_module
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.common import Backend
 from sparsebit.quantization.converters.output_grids import OutputGrids
@@ -25,7 +25,7 @@ RANGE = (0.0, 255 / 256)
 def known_ranges(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if not isinstance(module, QHardSigmoid) or not is_active(module.input_quantizer):
             continue
         readers = OutputGrids(gm, all_readers=True).readers(node) or []

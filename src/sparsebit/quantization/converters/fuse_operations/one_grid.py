@@ -1,8 +1,9 @@
-"""one_grid: quantizers that read the same value, as it is or moved around, get one grid (onnxruntime).
+"""one_grid: quantizers that read the same value, directly or behind ops that only move it, get one grid (onnxruntime).
 
 A convolution is integer there only if its output is rounded once, right behind it. So the quantizers behind a max pool,
-a slice or a channel shuffle share the range of those that read the value itself. A value that goes into a concatenation
-and elsewhere has a quantizer of its own in front of the concatenation, because the joined value has another range.
+a slice or a channel shuffle share the range of those that read the value itself. A value that enters a concatenation
+and has other readers gets a separate quantizer in front of the concatenation, because the joined value has another
+range.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.ops import inputs_of, module_of
+from sparsebit.graph.ops import called_module, inputs_of, module_of
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.rewrite import insert_module_before
 from sparsebit.quantization.common import Backend
@@ -32,9 +33,8 @@ PRODUCERS = (*INTEGER_CONVS, *SMOOTH, QAdd, QMul, QAvgPool2d, QAdaptiveAvgPool2d
 @graph_pass("one_grid", when=lambda cfg: cfg.schedule.enabled("one_grid"), keeps_output=True)
 def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
     changed = 0
-    for node in reversed(
-        list(gm.graph.nodes)
-    ):  # readers first: what they get decides for the values they read
+    # readers first: their grid decides for the values that they read
+    for node in reversed(list(gm.graph.nodes)):
         if node.op != "call_module":
             continue
         module = module_of(node, gm)
@@ -47,7 +47,7 @@ def one_grid(gm: fx.GraphModule, ctx: Any) -> int:
 
 
 def _quantize_operands(join: fx.Node, gm: fx.GraphModule) -> int:
-    """A quantizer in front of each operand that somebody else reads, too."""
+    """A quantizer in front of each operand that has another reader."""
     grids = OutputGrids(gm, all_readers=True)
     readers = grids.readers(join)
     if not readers or not _is_for_onnxruntime(readers):
@@ -64,7 +64,7 @@ def _quantize_operands(join: fx.Node, gm: fx.GraphModule) -> int:
 
 
 def _quantize_before_clips(node: fx.Node, gm: fx.GraphModule) -> int:
-    """Where one reader takes the value and another clips it first, the value itself is rounded for both."""
+    """If one reader takes the value and another clips it first, round the value itself for both."""
     readers = OutputGrids(gm, all_readers=True).readers(node)
     if not readers or not _is_for_onnxruntime(readers) or len({r.clipped for r in readers}) < 2:
         return 0
@@ -108,7 +108,7 @@ def _is_for_onnxruntime(readers: Iterable[Reader]) -> bool:
 
 
 def _is_quantizer(node: fx.Node, gm: fx.GraphModule) -> bool:
-    module = module_of(node, gm) if node.op == "call_module" else None
+    module = called_module(node, gm)
     return isinstance(module, QIdentity) and is_active(module.input_quantizer)
 
 

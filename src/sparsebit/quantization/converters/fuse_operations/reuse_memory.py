@@ -1,7 +1,7 @@
-"""reuse_memory: where a value has one reader and memory of its own, that reader may write into it.
+"""reuse_memory: if a value has one reader and separate memory, that reader may write into it.
 
 Fresh pages cost more than the arithmetic of a ReLU or of fake quantization (10 x on large tensors), so both work
-in place there. Nobody sees it: without grad only, and not where somebody watches the value with a hook.
+in place there. It has no visible effect: it works only without grad, and not if a hook watches the value.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from sparsebit.graph.ops import inputs_of, module_calls, module_of, writes_input
+from sparsebit.graph.ops import called_module, inputs_of, module_calls, writes_input
 from sparsebit.graph.passes import graph_pass
 from sparsebit.graph.trace.tracer import forward_owner
 from sparsebit.quantization.modules.activations import QReLU, QReLU6
@@ -34,15 +34,17 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
     forget_reuse(gm)
     running = gm.meta.setdefault("running", set())
     calls = module_calls(gm)
-    makers: dict[fx.Node, list[nn.Module]] = {}  # value with memory of its own -> the modules that wrote it
+    makers: dict[fx.Node, list[nn.Module]] = {}  # value with separate memory -> the modules that wrote it
     changed = 0
     for node in gm.graph.nodes:
-        module = module_of(node, gm) if node.op == "call_module" else None
+        module = called_module(node, gm)
         if module is None or calls[str(node.target)] > 1 or writes_input(node, gm):
             continue  # a permission belongs to one call
         source = node.args[0] if node.args else None
         alone = isinstance(source, fx.Node) and len(source.users) == 1 and inputs_of(node).count(source) == 1
-        mine = makers.get(source) if alone and isinstance(source, fx.Node) else None
+        mine = None
+        if alone and isinstance(source, fx.Node):
+            mine = makers.get(source)
         if mine and isinstance(module, QuantOpr) and module.input_quantizer is not None and _ours(module):
             module.reuse = module.input_quantizer.reuse = Reuse(running, mine, module)
             node.meta["inplace"] = True
@@ -57,7 +59,10 @@ def reuse_memory(gm: fx.GraphModule, ctx: Any = None) -> int:
 def makers_of(gm: fx.GraphModule) -> list[tuple[str, nn.Module]]:
     """The modules that permissions rely on, by name: if one is replaced, the permissions are void."""
     granted = (m.reuse for m in gm.modules() if isinstance(m, QuantOpr) and m.reuse is not None)
-    found = {maker for reuse in granted for maker in reuse.makers}
+    found = set()
+    for reuse in granted:
+        for maker in reuse.makers:
+            found.add(maker)
     return [(name, module) for name, module in gm.named_children() if module in found]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from sparsebit.graph.ops import inputs_of, module_calls, module_of
+from sparsebit.graph.ops import called_module, inputs_of, module_calls
 from sparsebit.graph.passes import graph_pass
 from sparsebit.quantization.converters.float_forms import gate_behind
 from sparsebit.quantization.converters.fuse_operations.disable_unnecessary_quant import (
@@ -31,7 +31,8 @@ from sparsebit.quantization.modules.conv import QConv2d, is_pointwise
 from sparsebit.quantization.modules.pool import MaxPool2d
 
 NARROW = 16  # channels of a group
-STEM_INPUTS, STEM_FILTERS = 4, 32  # at most
+STEM_INPUTS = 4  # at most
+STEM_FILTERS = 32  # at most
 STEM_PLACES = 64 * 64  # of the output, at least
 
 
@@ -40,16 +41,18 @@ def wholly_float(gm: fx.GraphModule, ctx: Any) -> int:
     config = ctx.config
     if not config.schedule.fuse_bn or not config.a.qadd.enable_quant:
         return 0  # what a batch norm or an addition reads may be integer later, or with another switch
-    changed, calls = 0, module_calls(gm)
+    changed = 0
+    calls = module_calls(gm)
     for node in gm.graph.nodes:
-        conv: Any = module_of(node, gm) if node.op == "call_module" else None
+        conv: Any = called_module(node, gm)
         if not isinstance(conv, INTEGER_CONVS) or is_pointwise(conv) or calls[str(node.target)] > 1:
             continue
-        own, weight = conv.input_quantizer, conv.weight_quantizer
+        own = conv.input_quantizer
+        weight = conv.weight_quantizer
         if own is None or weight is None or not is_active(weight) or not wants_integer_output(conv, own):
             continue
         if (own.TYPE, weight.TYPE) != ("uniform", "uniform"):
-            continue  # somebody learns these grids
+            continue  # these grids are learned
         reads_codes = _gives_codes(inputs_of(node)[0], gm)
         read_in_float = bool(node.users) and OutputGrids(gm).readers(node) is None
         if is_stem(node, conv, gm, ctx.example):
@@ -80,7 +83,7 @@ def is_stem(node: fx.Node, conv: Any, gm: fx.GraphModule, example: Any) -> bool:
     placeholders = gm.graph.find_nodes(op="placeholder")
     (call,) = as_calls(gm, [example])
     images = dict(zip((n.target for n in placeholders), call.args)) | call.kwargs
-    shape = getattr(images.get(source.target), "shape", ())
+    shape: Any = getattr(images.get(source.target), "shape", ())
     if len(shape) != 4 or max(conv.kernel_size) == 1:
         return False
     steps = conv.stride[0] * conv.stride[1]
@@ -93,7 +96,7 @@ def _is_pooled_later(node: fx.Node, gm: fx.GraphModule) -> bool:
     left = [(user, True) for user in node.users]
     while left:
         user, only_clips = left.pop()
-        module = module_of(user, gm) if user.op == "call_module" else None
+        module = called_module(user, gm)
         if user in seen or isinstance(module, INTEGER_CONVS):
             continue
         if isinstance(module, MaxPool2d) and not only_clips:
@@ -109,8 +112,8 @@ def is_depthwise_one(conv: Any) -> bool:
 
 
 def _gives_codes(node: fx.Node, gm: fx.GraphModule) -> bool:
-    """Is the value made by an op that is integer if its output is quantized, as it is or moved around?"""
-    module: Any = module_of(node, gm) if node.op == "call_module" else None
+    """Is the producer of the value, directly or behind ops that only move it, integer if its output is quantized?"""
+    module: Any = called_module(node, gm)
     if isinstance(module, MultipleInputsQuantOpr):
         return module.input_quantizer_generated
     if isinstance(module, PRODUCERS):

@@ -17,6 +17,9 @@ def simplify(model: nn.Module) -> fx.GraphModule:
     from sparsebit.quantization.converters.simplifiers.lists import lists
     from sparsebit.quantization.quant_tracer import QTracer
 
-    gm = model if isinstance(model, fx.GraphModule) else trace(model, QTracer())
+    if isinstance(model, fx.GraphModule):
+        gm = model
+    else:
+        gm = trace(model, QTracer())
     run_passes(gm, passes_named(lists, SIMPLIFIERS, __name__))
     return gm

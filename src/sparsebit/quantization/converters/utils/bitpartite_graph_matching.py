@@ -9,7 +9,8 @@ class Hungary:
     """
 
     def __init__(self, n: int, m: int):
-        self.n, self.m = n, m
+        self.n = n
+        self.m = m
         self.edges: list[list[int]] = [[] for _ in range(n)]
         self.match = [-1] * n
         self._partner = [-1] * m  # of the right nodes

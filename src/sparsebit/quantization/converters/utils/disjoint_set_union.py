@@ -10,7 +10,7 @@ from sparsebit.errors import GraphError
 
 class DSU:
     """Elements 0 .. nums-1. With `value`, `find(x)` leaves in `value[x]` the best value from x up to its
-    root, where `cmp(a, b)` says that a is better than b.
+    root, where `cmp(a, b)` is True if a is better than b.
     """
 
     def __init__(
@@ -20,7 +20,9 @@ class DSU:
             raise GraphError(
                 f"DSU: `value` needs {nums} entries (got {len(value)}) and `cmp` to compare them"
             )
-        self.n, self.value, self.cmp = nums, value, cmp
+        self.n = nums
+        self.value = value
+        self.cmp = cmp
         self.parents = list(range(nums))
 
     def find(self, x: int) -> int:

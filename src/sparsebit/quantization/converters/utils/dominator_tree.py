@@ -25,7 +25,8 @@ class DominatorTree:
         self.inv_edges[v].append(u)
 
     def solve(self) -> None:
-        root, unknown = self.n - 1, self.n
+        root = self.n - 1
+        unknown = self.n
         order = self._reverse_postorder(root)
         rank = {v: i for i, v in enumerate(order)}
         idom = [unknown] * self.n
@@ -50,7 +51,8 @@ class DominatorTree:
             self.targets[idom[v]].append(v)
 
     def _reverse_postorder(self, root: int) -> list[int]:
-        seen, post = {root}, []
+        seen = {root}
+        post = []
         stack: list[tuple[int, Iterator[int]]] = [(root, iter(self.edges[root]))]
         while stack:
             node, rest = stack[-1]

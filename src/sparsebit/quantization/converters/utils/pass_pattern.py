@@ -15,7 +15,7 @@ from .subgraph_matching_replace_pattern import ReplacePatternBase
 
 
 class PassPattern(ReplacePatternBase):
-    """Runs one pass. The pass says itself what it matches and what it makes of it; here is no pattern to change."""
+    """Runs one pass. The pass has its own pattern and rewrite; they cannot be changed here."""
 
     graph_pass: ClassVar[GraphPass]
 
@@ -32,10 +32,10 @@ class PassPattern(ReplacePatternBase):
         return []
 
     def apply(self, m: fx.GraphModule) -> bool:
-        """Run the pass over the whole graph, whatever the schedule says; tells whether anything changed."""
+        """Run the pass over the whole graph, also if the schedule switches it off; returns True if anything changed."""
         (report,) = run_passes(m, [replace(self.graph_pass, when=None)])
         return report.changes > 0
 
     def apply_once(self, m: fx.GraphModule) -> bool:
-        """The same as `apply`: a pass changes every place in one walk."""
+        """Run `apply`: a pass changes every place in one walk."""
         return self.apply(m)

@@ -1,7 +1,7 @@
 """Legacy: SubgraphMatcher finds a pattern of MatchingNodes, which may have several outputs.
 
-The search starts at the pattern's last node and only looks at neighbours (inputs or users) of what it has
-placed, so that its cost grows with the graph and not with the pairs of its nodes.
+The search starts at the pattern's last node and only looks at neighbours (inputs or users) of placed nodes, so that its
+cost grows with the graph and not with the pairs of its nodes.
 """
 
 from __future__ import annotations
@@ -81,9 +81,13 @@ class SubgraphMatcher:
 
     def _search_order(self) -> list[str]:
         """The last node first, then always one that touches an earlier one."""
-        order, missing = [self.matching_nodes[-1].name], [n.name for n in self.matching_nodes[:-1]]
+        order = [self.matching_nodes[-1].name]
+        missing = [n.name for n in self.matching_nodes[:-1]]
         while missing:
-            near = [name for name in missing if any(self._touch(name, other) for other in order)]
+            near = []
+            for name in missing:
+                if any(self._touch(name, other) for other in order):
+                    near.append(name)
             if not near:
                 raise GraphError(
                     f"the pattern is not connected: {missing} do not touch {order}; use two patterns"
@@ -113,7 +117,9 @@ class SubgraphMatcher:
     def _neighbours(self, name: str, placed: Placed) -> list[fx.Node]:
         other = next(other for other in placed if self._touch(name, other))
         node = placed[other]
-        return node.all_input_nodes if name in self.pattern[other].inputs else list(node.users)
+        if name in self.pattern[other].inputs:
+            return node.all_input_nodes
+        return list(node.users)
 
     def _accepts(self, want: MatchingNode, node: fx.Node, m: fx.GraphModule) -> bool:
         if not is_op(get_operators_type([node], m)[0], want.op_type):

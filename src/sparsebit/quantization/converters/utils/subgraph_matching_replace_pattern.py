@@ -48,7 +48,7 @@ class ReplacePatternBase:
         raise NotImplementedError(f"{type(self).__name__} must override get_new_graph()")
 
     def apply(self, m: fx.GraphModule) -> bool:
-        """Replace everywhere, again and again if the strategy repeats; tells whether anything matched."""
+        """Replace everywhere, repeatedly if the strategy repeats; returns True if anything matched."""
         if not self.matching_strategy.repeat:
             return self.apply_once(m)
         settled: set[tuple[fx.Node, ...]] = set()

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 
 class SubgraphMatchingTimer:
-    """Counts the replacements of one pattern, so that each can give its new modules a number of its own."""
+    """Counts the replacements of one pattern, so that the new modules of each can get a number."""
 
     def __init__(self) -> None:
         self.idx = 0
@@ -44,16 +44,19 @@ def recursive_getattr(op: Any, name: str, default_val: Any = None) -> Any:
 def get_operators(
     ops: Sequence[fx.Node], m: fx.GraphModule, named_modules: Mapping[str, nn.Module] | None = None
 ) -> list[Any]:
-    """What each node runs: a module, a function, a Tensor method, a parameter; None for inputs, outputs."""
+    """The operator of each node: a module, a function, a Tensor method, a parameter; None for inputs, outputs."""
     return [_operator(op, m, named_modules) for op in ops]
 
 
 def get_operators_type(
     ops: Sequence[fx.Node], m: fx.GraphModule, named_modules: Mapping[str, nn.Module] | None = None
 ) -> list[Any]:
-    """As get_operators, with the class in place of a module or a parameter."""
+    """The operators of nodes, with the class in place of a module or a parameter."""
     found = zip(ops, get_operators(ops, m, named_modules))
-    return [type(what) if op.op in ("call_module", "get_attr") else what for op, what in found]
+    result: list[Any] = []
+    for op, what in found:
+        result.append(type(what) if op.op in ("call_module", "get_attr") else what)
+    return result
 
 
 def _operator(op: fx.Node, m: fx.GraphModule, named_modules: Mapping[str, nn.Module] | None) -> Any:
