@@ -221,8 +221,8 @@ def zoo_speed(rows: list[dict[str, Any]], chinese: bool) -> str:
     columns = ("here ms_1", "here ms_8", "avx2 ms_1")
     lines = []
     for row in rows:
-        predicted = ", ".join(f"{ratio:.2f}" for ratio in row["predicted"].values())
-        share = f"{100 * row['integer_share']:.0f} %"
+        predicted = ", ".join(f"{ratio:.2f}" for ratio in row.get("predicted", {}).values())
+        share = f"{100 * row['integer_share']:.0f} %" if "integer_share" in row else ""
         lines.append([row["model"], share, *(cell(row, key) for key in columns), predicted])
     means = [geometric_means(rows, key) for key in columns]
     lines.append(["geometric mean of the CNNs", "", *means, ""])

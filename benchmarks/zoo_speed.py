@@ -253,9 +253,8 @@ def write_table(folder: Path, start: dict[str, Any]) -> None:
         row = json.loads(file.read_text()) if file.exists() else {}
         if "times" not in row:
             continue
-        shown: dict[str, Any] = {
-            key: row[key] for key in ("model", "cnn", "ok", "integer_share", "predicted")
-        }
+        wanted = ("model", "cnn", "ok", "integer_share", "predicted")
+        shown: dict[str, Any] = {key: row[key] for key in wanted if key in row}
         for where, times in row["times"].items():
             for size, ms in times.items():
                 found = ratios({size: ms}, int(size.removeprefix("ms_")))
