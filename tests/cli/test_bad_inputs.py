@@ -242,7 +242,7 @@ INPUTS = {
     "--input-shape 1,three": ["--input-shape: expected sizes such as", "'1,three'"],
     "--input-shape 0,3,8,8": ["--input-shape: expected sizes"],
     "--input-shape 2,4,8,8": ["--input-shape 2,4,8,8: net.py:build does not run", "(2, 4, 8, 8)"],
-    "--data x.npy --input-shape 1,3,16,16": ["x.npy: its samples have the shape 3x8x8", "says 3x16x16"],
+    "--data x.npy --input-shape 1,3,16,16": ["x.npy: its samples have the shape 3x8x8", "asks for 3x16x16"],
     "--data images": ["images of which size?", "--input-shape"],
     "--data images --input-shape 1,4,8,8": ["images: an image has 1 or 3 channels, --input-shape asks for 4"],
 }

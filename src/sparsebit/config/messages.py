@@ -24,11 +24,13 @@ STARTS_WITH_KEY = re.compile(r"[A-Z][A-Z0-9_+]*(\.[A-Z0-9_+]+)*(\[|: )")
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 100
 
+CLOSE = 0.65  # of 1: LAYOUT and AUTO are 0.6
+
 
 def closest(name: str, options: Iterable[str]) -> str | None:
     """The option that `name` may be a typo of."""
     by_lower = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(name.lower(), by_lower, 1)
+    close = difflib.get_close_matches(name.lower(), by_lower, 1, CLOSE)
     return by_lower[close[0]] if close else None
 
 
