@@ -46,7 +46,7 @@ def bars(title: str, rows: list[tuple[str, float, str, bool]], note: str) -> str
 
 
 def note(stored: dict[str, Any]) -> str:
-    busy = "" if stored["others"] <= figures.QUIET else "; the machine was busy: times are not final"
+    busy = "" if (stored["others"] or 0.0) <= figures.QUIET else "; the machine was busy: times are not final"
     return f"{stored['date']}, {stored['cpu']}, onnxruntime {stored['versions']['onnxruntime']}{busy}"
 
 

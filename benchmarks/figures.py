@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "figures"
 PACKAGES = ("torch", "onnx", "onnxruntime", "transformers")
+SHORT = 15.0  # seconds: a run that only puts figures together
 QUIET = 0.1  # cores that other work may take while times are measured
 SETS = ("avx512_vnni", "avx_vnni", "avx512f", "avx2")  # the first one that the CPU has is named
 
@@ -65,7 +66,7 @@ def save(name: str, rows: list[dict[str, Any]], start: dict[str, Any], **more: A
         "commit": commit.stdout.strip(),
         "cpu": cpu(),
         "load": start["load"],
-        "others": round(max(others, 0.0) / max(seconds, 1e-9), 2),
+        "others": round(max(others, 0.0) / seconds, 2) if seconds > SHORT else None,  # measured in other runs
         "seconds": round(seconds),
         "versions": {**versions(), **more.pop("versions", {})},
     }
@@ -85,7 +86,7 @@ def caption(stored: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     busy = (
         ""
-        if stored["others"] <= QUIET
+        if (stored["others"] or 0.0) <= QUIET
         else f" Other work took {stored['others']} cores: the times are not final."
     )
     note = f" {stored['note']}" if "note" in stored else ""

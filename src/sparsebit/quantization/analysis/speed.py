@@ -111,6 +111,11 @@ def predict(gm: fx.GraphModule, rows: list[Row], measured: Measured, cpu: str) -
             module = module_of(node, gm)
         kind = _kind(row.op, module)
         if kind not in table["ops"]:
+            # recurrent layers and the like: the same in both files
+            products = {"products": row.macs / MILLION}
+            same = _time(table["ops"]["Gemm"]["float"], products) if row.macs else 0.0
+            totals["float"] += same
+            totals["integer"] += same
             continue
         features = _features(row, module, measured.values.get(row.name, 0), kind)
         plain = _time(table["ops"][kind]["float"], features)
