@@ -36,7 +36,7 @@ from sparsebit.quantization.quantizers import Quantizer
 
 log = logging.getLogger("sparsebit")
 # in the meta of a graph: what calibration/float_choice.py and trace/auto_trace.py chose
-NOTES = ("float_forms", "float_attention", "front_end")
+NOTES = ("float_forms", "float_attention", "ranges", "front_end")
 UNREACHED = "sparsebit.unreached"  # metadata of a file: weights whose layers did not run on the dummy
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsebit
-from sparsebit.quantization.calibration.range_choice import PROPOSALS
+from sparsebit.quantization.calibration.output_noise import noise
+from sparsebit.quantization.calibration.range_choice import PROPOSALS, Grids
 from sparsebit.quantization.observers.auto import CANDIDATES
 
 AUTO = {"A": {"OBSERVER": {"TYPE": "auto"}}}
@@ -35,7 +37,7 @@ def error(qmodel: nn.Module, model: nn.Module, x: Tensor) -> float:
         return float((qmodel(x) - model(x)).square().mean())
 
 
-def test_a_range_that_cuts_outliers_is_taken_at_low_bits() -> None:
+def test_a_range_that_cuts_outliers_is_taken_at_low_bits(tmp_path: Path) -> None:
     model, batches = net(), images(outlier=12.0)
     bits = {"QUANTIZER": {"BIT": 3}}
     plain = sparsebit.quantize(
@@ -44,7 +46,8 @@ def test_a_range_that_cuts_outliers_is_taken_at_low_bits() -> None:
     chosen = sparsebit.quantize(model, batches, {"A": {"OBSERVER": {"TYPE": "auto"}, **bits}}, progress=False)
     data = torch.cat(batches)
     assert error(chosen, model, data) < 0.8 * error(plain, model, data)
-    assert "OBSERVER.TYPE auto" in chosen.model.meta["ranges"]
+    report = chosen.export_onnx(batches[0], str(tmp_path / "m.onnx"), ["x"])
+    assert any("OBSERVER.TYPE auto" in note for note in report.notes)
 
 
 def test_each_grid_is_the_candidate_with_the_least_error_of_its_layer() -> None:
@@ -83,14 +86,13 @@ def test_each_grid_is_the_candidate_with_the_least_error_of_its_layer() -> None:
 
 def test_equal_ranges_are_one_candidate() -> None:
     qmodel = sparsebit.QuantModel(net(), AUTO)
-    observer = next(
-        m.input_quantizer.observer for m in qmodel.model.modules() if getattr(m, "input_quantizer", None)
-    )
+    quantizer = next(m.input_quantizer for m in qmodel.model.modules() if getattr(m, "input_quantizer", None))
     constant = torch.full((2, 3, 128, 128), 0.5)
     constant[:, :, 0, 0] = -0.5
-    observer.update(constant)
-    assert next(iter(observer.ranges())) == CANDIDATES[0]
-    assert len(observer.ranges()) < len(CANDIDATES)
+    quantizer.update_observer(constant)
+    assert list(quantizer.observer.ranges()) == list(CANDIDATES)
+    names = list(Grids([quantizer], []).candidates)
+    assert names[0] == CANDIDATES[0] and "minmax" not in names
 
 
 def test_samples_of_other_sizes(tmp_path: Path) -> None:
@@ -99,3 +101,34 @@ def test_samples_of_other_sizes(tmp_path: Path) -> None:
     qmodel = sparsebit.quantize(net(), batches, AUTO, progress=False)
     report = qmodel.export_onnx(batches[1], str(tmp_path / "m.onnx"), ["x"], batches=batches[1:2])
     assert report.ok
+
+
+class Tokens(nn.Module):
+    """A text model: its output has as many rows as the text has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(50, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.table(ids)))
+
+
+def test_texts_of_other_lengths() -> None:
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 50, (2, length)) for length in (5, 9, 13)]
+    qmodel = sparsebit.quantize(Tokens().eval(), batches, AUTO, progress=False)
+    assert qmodel(batches[1]).shape == (2, 9, 8)
+
+
+def test_noise_of_outputs_by_hand() -> None:
+    a = torch.tensor([[[1.0, -1.0, 3.0, 5.0], [100.0, 300.0, 100.0, 300.0]]])
+    b = a + torch.tensor([[[0.5, 0.0, 0.0, 0.0], [0.0, 10.0, 0.0, 0.0]]])
+    shares = [0.25 / 20, 100 / 40000]  # squares of the noise by squares around the mean, for each channel
+    assert noise([[a]], [[b]]) == pytest.approx((shares[0] * shares[1]) ** 0.5)
+    assert noise([[a.flatten()]], [[b.flatten()]]) == pytest.approx(
+        100.25 / float((a - a.mean()).square().sum())
+    )
+    assert noise([[a]], [[a[:, :1]]]) == 0  # another number of boxes: nothing to compare
+    longer = torch.cat([a, a], 1)
+    assert noise([[a], [longer]], [[b], [longer]]) > 0

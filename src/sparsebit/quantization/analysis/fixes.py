@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from sparsebit.errors import SparsebitError
+from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.quantizers import Mode, Quantizer, build_quantizer
 
 OBSERVERS = {"A": ("minmax", "mean_minmax", "percentile", "mse"), "W": ("minmax", "mse")}
@@ -118,3 +120,21 @@ def new_quantizer(quantizer: Quantizer, override: list[Any], data: Iterable[Tens
 
 def _line(letter: str, name: str, override: list[Any]) -> str:
     return f"{letter}.SPECIFIC: [{json.dumps({name: override})}]"
+
+
+@contextmanager
+def replaced(old: Quantizer, new: Quantizer | None, owner: QuantOpr) -> Iterator[None]:
+    """Inside, `new` does the work of `old`, a quantizer of `owner`; with None, values stay float."""
+    correction = owner.bias_correction
+
+    def instead(quantizer: Quantizer, args: Any, out: Any) -> Any:
+        return args[0] if new is None else new(args[0])
+
+    handle = old.register_forward_hook(instead)
+    try:
+        if old.observer.is_weight:
+            owner.bias_correction = None  # it is for the old grid
+        yield
+    finally:
+        handle.remove()
+        owner.bias_correction = correction

@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsebit.quantization.analysis.fixes import OBSERVERS, new_quantizer
+from sparsebit.quantization.analysis.fixes import OBSERVERS, new_quantizer, replaced
 from sparsebit.quantization.modules import QuantOpr
 from sparsebit.quantization.modules.conv import is_depthwise
-from sparsebit.quantization.modules.unary import QIdentity
 from sparsebit.quantization.quantizers import Quantizer
 
 GAIN = 0.5  # dB of the model's output that make a group, or its repair, worth naming
@@ -95,42 +94,42 @@ def _repair(
     letter = first.cfg.letter
     with _shown(members) as values:
         see()
-    ways: list[list[Any]] = [
-        ["OBSERVER.TYPE", name] for name in OBSERVERS[letter] if name != first.observer.TYPE
-    ]
-    ways.append(["QUANTIZER.DISABLE", True])
     best = ""
     fixed = total + GAIN
-    for way in ways:
-        replaced = _replacements(members, way, values)
-        if replaced is None:
-            continue
-        with _in_place(replaced):
-            found = measure()
-        if way[0] == "QUANTIZER.DISABLE" and best:
-            break  # what costs nothing at run time comes first
-        if found > fixed:
-            best = _lines(letter, members, way)
-            fixed = found
+    for name in OBSERVERS[letter]:
+        found = _with_override(members, ["OBSERVER.TYPE", name], values, measure)
+        if found is not None and found[1] > fixed:
+            best, fixed = found
+    if not best:  # it costs time, so it comes last
+        found = _with_override(members, ["QUANTIZER.DISABLE", True], values, measure)
+        if found is not None and found[1] > fixed:
+            best, fixed = found
     return best, fixed if best else None
 
 
-def _replacements(
-    members: Sequence[Member], way: list[Any], values: Mapping[Quantizer, list[Tensor]]
-) -> dict[Quantizer, Quantizer | None] | None:
-    """For each quantizer the one in its place, None for float; nothing if one of them does not take the override."""
-    found: dict[Quantizer, Quantizer | None] = {}
-    for member in members:
-        if way[0] == "QUANTIZER.DISABLE":
-            found[member.quantizer] = None
-            continue
-        if member.owner.equalization is not None and not member.quantizer.observer.is_weight:
-            continue  # its range is not the observer's to choose
-        new = new_quantizer(member.quantizer, way, values.get(member.quantizer, []))
-        if new is None:
-            return None
-        found[member.quantizer] = new
-    return found
+def _with_override(
+    members: Sequence[Member],
+    way: list[Any],
+    values: Mapping[Quantizer, list[Tensor]],
+    measure: Callable[[], float],
+) -> tuple[str, float] | None:
+    """The line of the config, and the SQNR of the output with it; None if one of the layers does not take it."""
+    names: dict[str, None] = {}
+    with ExitStack() as stack:
+        for member in members:
+            old = member.quantizer
+            new = None
+            if way[0] != "QUANTIZER.DISABLE":
+                if member.owner.equalization is not None and not old.observer.is_weight:
+                    continue  # its range is not the observer's to choose
+                new = new_quantizer(old, way, values.get(old, []))
+                if new is None:
+                    return None
+            stack.enter_context(replaced(old, new, member.owner))
+            names[member.name] = None
+        found = measure()
+    overrides = [{name: way} for name in names]
+    return f"{members[0].quantizer.cfg.letter}.SPECIFIC: {json.dumps(overrides)}", found
 
 
 @contextmanager
@@ -146,35 +145,3 @@ def _shown(members: Sequence[Member]) -> Iterator[dict[Quantizer, list[Tensor]]]
         for member in members:
             handles.callback(member.quantizer.register_forward_hook(keep).remove)
         yield values
-
-
-@contextmanager
-def _in_place(replaced: Mapping[Quantizer, Quantizer | None]) -> Iterator[None]:
-    """Inside, the new quantizers do the work of the old ones."""
-
-    def hook(new: Quantizer | None) -> Callable[..., Any]:
-        if new is None:
-            return lambda quantizer, args, out: args[0]
-        return lambda quantizer, args, out: new(args[0])
-
-    with ExitStack() as handles:
-        for old, new in replaced.items():
-            handles.callback(old.register_forward_hook(hook(new)).remove)
-        yield
-
-
-def _lines(letter: str, members: Sequence[Member], way: list[Any]) -> str:
-    """The override as one line of a config."""
-    overrides = []
-    for name in dict.fromkeys(member.name for member in members):
-        overrides.append({name: way})
-    return f"{letter}.SPECIFIC: {json.dumps(overrides)}"
-
-
-def op_name(op: Any) -> str:
-    """An op as the pre-flight report names it."""
-    if isinstance(op, QIdentity):
-        kind = "op with several inputs"
-    else:
-        kind = type(op).__name__
-    return kind.removeprefix("Q")

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from sparsebit.errors import CalibrationError
 from sparsebit.graph.ops import called_module
 from sparsebit.graph.run.calls import Call
-from sparsebit.quantization.analysis.fixes import Fix, find_fix
-from sparsebit.quantization.analysis.groups import Group, Member, costliest, op_name
+from sparsebit.quantization.analysis.fixes import Fix, find_fix, replaced
+from sparsebit.quantization.analysis.groups import Group, Member, costliest
 from sparsebit.quantization.analysis.text import labels, table
 from sparsebit.quantization.layers import (
     active_quantizers,
@@ -183,7 +183,7 @@ def _costliest_group(
     members = []
     for unit in units:
         for quantizer, (name, owner) in unit.quantizers.items():
-            members.append(Member(quantizer, owner, name, op_name(unit.op)))
+            members.append(Member(quantizer, owner, name, type(unit.op).__name__.removeprefix("Q")))
 
     def measure(on: Iterable[Quantizer]) -> float:
         noise = Noise()
@@ -216,7 +216,8 @@ def _suggest(
         noise = Noise()
         with switched_on(q for unit in units for q in unit.quantizers), ExitStack() as stack:
             for _, each in [*chosen, (name, fix)]:
-                stack.enter_context(_repaired(each, owners))
+                assert each.old is not None
+                stack.enter_context(replaced(each.old, each.new, owners[each.old]))
             for (args, kwargs), out in zip(calls, real):
                 noise.add(gm(*args, **kwargs), out)
         if noise.db > best + GAIN:
@@ -225,24 +226,6 @@ def _suggest(
         if len(chosen) == SUGGESTED:
             break
     return tuple(name for name, _ in chosen), best if chosen else None
-
-
-@contextmanager
-def _repaired(fix: Fix, owners: Mapping[Quantizer, QuantOpr]) -> Iterator[None]:
-    """Inside, the new quantizer of a fix does the work of the old one."""
-    old = fix.old
-    new = fix.new
-    assert old is not None
-    owner = owners[old]
-    correction = owner.bias_correction
-    handle = old.register_forward_hook(lambda q, args, out: args[0] if new is None else new(args[0]))
-    try:
-        if old.observer.is_weight:
-            owner.bias_correction = None  # it is for the old grid
-        yield
-    finally:
-        handle.remove()
-        owner.bias_correction = correction
 
 
 def _limits(qmodel: Any) -> dict[str, Any]:

@@ -23,15 +23,17 @@ def outputs(model: nn.Module, call: Call) -> list[Tensor]:
 
 
 def noise(wanted: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> float:
-    """Geometric mean of noise by signal, over the outputs and their channels; what is not finite counts for nothing.
+    """Geometric mean of noise by signal, over the outputs and their channels; 0 if nothing can be compared.
 
-    Channels count by themselves: a detector may give boxes of hundreds of pixels and scores below 1 in one tensor.
+    Values that are not finite count for nothing. Channels count by themselves: a detector may give boxes of hundreds
+    of pixels and scores below 1 in one tensor.
     """
     shares = []
     for want, got in zip(zip(*wanted), zip(*found)):
         if any(a.shape != b.shape for a, b in zip(want, got)):
             return 0.0
-        a, b = (torch.cat([_by_channel(x) for x in values], 1) for values in (want, got))
+        are_channels = want[0].dim() > 2 and len({x.shape[1] for x in want}) == 1  # not tokens of texts
+        a, b = (torch.cat([_rows(x, are_channels) for x in values], 1) for values in (want, got))
         usable = a.isfinite() & b.isfinite()
         count = usable.sum(1, keepdim=True).clamp(min=1)
         a = a.where(usable, 0.0)
@@ -45,8 +47,8 @@ def noise(wanted: Sequence[list[Tensor]], found: Sequence[list[Tensor]]) -> floa
     return math.exp(sum(shares) / len(shares)) if shares else 0.0
 
 
-def _by_channel(x: Tensor) -> Tensor:
-    """(channels, values) of an output of three axes or more; a single row of any other."""
-    if x.dim() < 3:
-        return x.reshape(1, -1)
-    return x.transpose(0, 1).reshape(x.shape[1], -1)
+def _rows(x: Tensor, are_channels: bool) -> Tensor:
+    """(channels, values), or a single row of all values."""
+    if are_channels:
+        return x.transpose(0, 1).reshape(x.shape[1], -1)
+    return x.reshape(1, -1)

@@ -55,6 +55,7 @@ class Grids:
 @torch.no_grad()
 def choose_ranges(gm: fx.GraphModule, calls: Sequence[Call]) -> int:
     """Give the quantizers with several candidates the best one; returns how many changed."""
+    gm.meta.pop(CHOICE, None)
     grids = [g for g in _grids(gm) if len(g.candidates) > 1]
     if not grids or not calls:
         return 0
@@ -75,10 +76,12 @@ def choose_ranges(gm: fx.GraphModule, calls: Sequence[Call]) -> int:
                 g.take(name)
             found.append((noise(wanted, [outputs(gm, call) for call in calls]), chosen))
     least, chosen = min(found, key=lambda pair: pair[0])
+    if not least:  # outputs of other shapes: nothing tells which is better
+        least, chosen = found[0]
     for g, name in chosen.items():
         g.take(name)
     others = Counter(name for name in chosen.values() if name != FIRST)
-    if others and least:
+    if others:
         gained = decibels(least) - decibels(found[0][0])
         counts = ", ".join(f"{count} {name}" for name, count in others.most_common())
         gm.meta[CHOICE] = (
@@ -110,14 +113,14 @@ def _can_choose(quantizer: Quantizer | None) -> bool:
 
 
 def _common_ranges(members: Sequence[Quantizer]) -> dict[str, Range]:
-    """The candidates of all members, each over the range of all of them."""
+    """Each candidate over the range of all members; those that are equal to an earlier one are left out."""
     each: list[Any] = [member.observer.ranges() for member in members]  # type: ignore[operator]
     found: dict[str, Range] = {}
-    for name in dict.fromkeys(name for ranges in each for name in ranges):
-        given = [ranges.get(name, next(iter(ranges.values()))) for ranges in each]
-        low = torch.stack([r[0] for r in given]).amin(0)
-        high = torch.stack([r[1] for r in given]).amax(0)
-        found[name] = (low, high)
+    for name in CANDIDATES:
+        low = torch.stack([ranges[name][0] for ranges in each]).amin(0)
+        high = torch.stack([ranges[name][1] for ranges in each]).amax(0)
+        if not any(low.equal(known[0]) and high.equal(known[1]) for known in found.values()):
+            found[name] = (low, high)
     return found
 
 

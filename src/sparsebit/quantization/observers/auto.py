@@ -54,12 +54,14 @@ class AutoObserver(Observer):
             member.merge(other.members[name])
 
     def ranges(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """The range of each candidate; those that are equal to an earlier one are left out."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        """The range of each candidate."""
+        found = {}
         for name, member in self.members.items():
-            low, high = (t.float().reshape(-1).to(self.device) for t in member.calc_minmax())
-            if not any(low.equal(known[0]) and high.equal(known[1]) for known in found.values()):
-                found[name] = (low, high)
+            low, high = member.calc_minmax()
+            found[name] = (
+                low.float().reshape(-1).to(self.device),
+                high.float().reshape(-1).to(self.device),
+            )
         return found
 
     def calc_minmax(self) -> tuple[Tensor, Tensor]:
