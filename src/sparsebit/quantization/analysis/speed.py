@@ -28,19 +28,9 @@ SLOWER = 1.05
 FEW_CHANNELS = 4
 GROUPS = (4, 8, 16, 32, 64)  # widths that were measured
 FUSED = frozenset(  # with the convolution in front, where both are float
-    [
-        "ReLU",
-        "ReLU6",
-        "Hardtanh",
-        "HardSwish",
-        "Hardswish",
-        "HardSigmoid",
-        "Hardsigmoid",
-        "Sigmoid",
-        "LeakyReLU",
-    ]
+    ["ReLU", "ReLU6", "HardTanh", "HardSwish", "HardSigmoid", "Sigmoid", "LeakyReLU"]
 )
-FREE = frozenset(["ReLU", "ReLU6", "Hardtanh", "Identity", "Dropout", "Weight"])
+FREE = frozenset(["ReLU", "ReLU6", "HardTanh", "Identity", "Dropout"])  # part of the op in front
 KINDS = {  # ops of the pre-flight report -> rows of the table
     "Linear": "Gemm",
     "Attention": "MatMul",
@@ -54,9 +44,9 @@ KINDS = {  # ops of the pre-flight report -> rows of the table
     "AdaptiveAvgPool2d": "GlobalAveragePool",
     "Mean": "GlobalAveragePool",
     "HardSwish": "HardSwish",
-    "Hardswish": "HardSwish",
     "HardSigmoid": "HardSigmoid",
-    "Hardsigmoid": "HardSigmoid",
+    "SiLU": "Sigmoid",
+    "MaxPool2d": "MaxPool",
     "GELU": "Gelu",
     "Tanh": "Tanh",
     "Softmax": "Softmax",
@@ -67,12 +57,12 @@ AS_TABLES = {"HardSigmoid": "LeakyRelu"}  # in integers (export/onnx/integer_for
 
 @dataclass(frozen=True)
 class Prediction:
-    """Milliseconds on one core of a CPU as the table's, and the rows that take longest."""
+    """Milliseconds on one core of a CPU as the table's, and the ops that lose most by integers."""
 
     cpu: str
     float_ms: float
     quantized_ms: float
-    slowest: tuple[tuple[str, float, float], ...]  # name, float and quantized milliseconds
+    slower: tuple[tuple[str, float, float], ...]  # name, float and quantized milliseconds
 
     @property
     def ratio(self) -> float:
@@ -84,8 +74,10 @@ def speed_line(found: Mapping[str, Prediction]) -> str:
     names = {"vnni": "VNNI", "avx2": "AVX2 only"}
     shown = ", ".join(f"{found[cpu].ratio:.2f} of float with {name}" for cpu, name in names.items())
     text = f"predicted, on one core: {shown}"
-    if max(prediction.ratio for prediction in found.values()) > SLOWER:
-        text += "; where it is slower, export with tune=True (--tune): slow layers stay float"
+    worst = max(found.values(), key=lambda prediction: prediction.ratio)
+    if worst.ratio > SLOWER:
+        names_of = ", ".join(name for name, _, _ in worst.slower[:3])
+        text += f"; slower in integers: {names_of}. With tune=True (--tune), slow layers stay float"
     return text
 
 
@@ -128,18 +120,19 @@ def predict(gm: fx.GraphModule, rows: list[Row], measured: Measured, cpu: str) -
             if kind == "MaxPool":
                 quantized = plain  # behind integer convolutions the channels are last
         if node is not None:
-            quantized += _borders(node, row.integer, integer_rows, measured, table["borders"], nodes)
+            quantized += _borders(node, gm, row.integer, integer_rows, measured, table["borders"])
         totals["float"] += in_float
         totals["integer"] += quantized
         each.append((row.name, in_float / 1000, quantized / 1000))
-    slowest = sorted(each, key=lambda item: item[1] - item[2])[:5]
-    return Prediction(cpu, totals["float"] / 1000, totals["integer"] / 1000, tuple(slowest))
+    slower = [item for item in each if item[2] > item[1]]
+    slower.sort(key=lambda item: item[1] - item[2])
+    return Prediction(cpu, totals["float"] / 1000, totals["integer"] / 1000, tuple(slower[:5]))
 
 
 def _kind(op: str, module: nn.Module | None) -> str:
     """The row of the table."""
     if not op.startswith("Conv") or op == "Concat" or module is None:
-        return KINDS.get(op, "MaxPool" if op.startswith("MaxPool") else "")
+        return KINDS.get(op, "")
     conv: Any = module
     if not hasattr(conv, "groups"):
         return ""
@@ -167,9 +160,10 @@ def _features(row: Row, module: Any, values: int, kind: str) -> dict[str, float]
 
 
 def _time(numbers: Mapping[str, float], features: Mapping[str, float]) -> float:
-    return sum(value * features.get(name, 0.0) for name, value in numbers.items() if name != "call") + (
-        numbers.get("call", 0.0)
-    )
+    total = numbers.get("call", 0.0)
+    for name, value in features.items():
+        total += numbers.get(name, 0.0) * value
+    return total
 
 
 def _is_fused(op: str, node: fx.Node, gm: fx.GraphModule) -> bool:
@@ -198,16 +192,16 @@ def _is_conv(node: fx.Node, gm: fx.GraphModule) -> bool:
 
 def _borders(
     node: fx.Node,
+    gm: fx.GraphModule,
     integer: bool,
     integer_rows: set[str],
     measured: Measured,
     table: Mapping[str, Mapping[str, float]],
-    nodes: Mapping[str, fx.Node],
 ) -> float:
     """Rounding of what an integer op reads from float ops, and the way back in front of float ops."""
     total = 0.0
     for source in node.all_input_nodes:
-        made = _maker(source)
+        made = _maker(source, gm)
         values = measured.values.get(source.name, 0) / MILLION
         if integer and made.name not in integer_rows:
             total += _time(table.get("QuantizeLinear", {}), {"values": values})
@@ -216,14 +210,10 @@ def _borders(
     return total
 
 
-def _maker(node: fx.Node) -> fx.Node:
+def _maker(node: fx.Node, gm: fx.GraphModule) -> fx.Node:
     """The op whose values arrive: behind clips and identities, which belong to the op in front."""
-    while node.op == "call_module" and len(node.all_input_nodes) == 1:
-        source = node.all_input_nodes[0]
-        if source.op == "placeholder" or node.meta.get("border"):
+    while len(node.all_input_nodes) == 1 and node.all_input_nodes[0].op != "placeholder":
+        if type(called_module(node, gm)).__name__.removeprefix("Q") not in FREE:
             break
-        module = module_of(node, node.graph.owning_module)  # type: ignore[arg-type]
-        if type(module).__name__.removeprefix("Q") not in FREE:
-            break
-        node = source
+        node = node.all_input_nodes[0]
     return node
